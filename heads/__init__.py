@@ -1,0 +1,20 @@
+"""What an exit head is: its config, its transform, and the base model that it hangs on."""
+
+from .attention import DenseAttention
+from .backbone import ARCHITECTURES, Attend, Backbone
+from .config import ExitHeadConfig, HeadKind, check_exit_layers
+from .early_exit_model import EarlyExitModel
+from .exit_head import ExitHead, context_positions
+
+__all__ = [
+    "ARCHITECTURES",
+    "Attend",
+    "Backbone",
+    "DenseAttention",
+    "EarlyExitModel",
+    "ExitHead",
+    "ExitHeadConfig",
+    "HeadKind",
+    "check_exit_layers",
+    "context_positions",
+]

@@ -1,0 +1,234 @@
+"""The frozen base model, walked by parts. The only file that knows Hugging Face internals.
+
+T tokens lie side by side in one packed batch; D hidden size; V vocabulary; H query heads, Hkv key heads, Dh head size.
+"""
+
+import copy
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AttentionInterface, PreTrainedModel
+
+ATTENTION_NAME = "hispec"
+
+
+class Attend(Protocol):
+    """Attention over whatever the caller keeps: a paged cache in inference, the packed batch itself in training."""
+
+    def __call__(
+        self,
+        kv_layer: int,  # where this layer's keys and values live; heads count on after the base's layers
+        query: Tensor,  # [T, H, Dh]
+        key: Tensor,  # [T, Hkv, Dh], the new tokens only
+        value: Tensor,  # [T, Hkv, Dh]
+        *,
+        scaling: float,
+        window: int | None,  # sliding window in tokens, the token itself included
+        softcap: float | None,
+    ) -> Tensor: ...  # [T, H, Dh]
+
+
+class LmHeadRows(NamedTuple):
+    """The rows of the LM head that score a draft vocabulary."""
+
+    weight: Tensor  # [V_d, D]
+    bias: Tensor | None  # [V_d]
+
+
+class Parts(NamedTuple):
+    """Where an architecture keeps what the backbone walks."""
+
+    embed_tokens: nn.Module
+    layers: nn.ModuleList
+    final_norm: nn.Module | None
+    rotary: nn.Module | None
+    embed_positions: nn.Module | None
+    project_in: nn.Module | None
+    project_out: nn.Module | None
+
+
+def _rotary_parts(base: Any) -> Parts:
+    inner = base.model
+    return Parts(inner.embed_tokens, inner.layers, inner.norm, inner.rotary_emb, None, None, None)
+
+
+def _opt_parts(base: Any) -> Parts:
+    inner = base.model.decoder
+    return Parts(
+        inner.embed_tokens,
+        inner.layers,
+        inner.final_layer_norm,
+        None,
+        inner.embed_positions,
+        inner.project_in,
+        inner.project_out,
+    )
+
+
+ARCHITECTURES: dict[str, Callable[[Any], Parts]] = {
+    "llama": _rotary_parts,
+    "qwen2": _rotary_parts,
+    "qwen3": _rotary_parts,
+    "opt": _opt_parts,
+}
+"""Supported `config.model_type`s; a new one needs its parts here and its row in the tests."""
+
+
+class Backbone:
+    """Runs any part of `base`: embedding, a range of decoder layers, final norm, LM head.
+
+    Its layers are twins that share the base's tensors but call hispec's attention, so that the base object itself
+    runs as ever. Raises ValueError for an architecture that is not supported.
+    """
+
+    def __init__(self, base: PreTrainedModel) -> None:
+        config = base.config
+        if config.model_type not in ARCHITECTURES:
+            raise ValueError(
+                f"architecture {config.model_type!r} is not supported; supported are {', '.join(ARCHITECTURES)} "
+                "(a new one is added in heads/backbone.py)"
+            )
+        AttentionInterface.register(ATTENTION_NAME, _call_attend)
+        parts = ARCHITECTURES[config.model_type](base)
+        twin_config = copy.deepcopy(config)
+        twin_config._attn_implementation = ATTENTION_NAME
+        self.layers = [_twin(layer, twin_config) for layer in parts.layers]
+        self.parts = parts
+        self.lm_head = base.get_output_embeddings()
+        self.num_layers = len(self.layers)
+        self.hidden_size: int = config.hidden_size
+        self.vocab_size: int = self.lm_head.weight.shape[0]
+        self.num_kv_heads: int = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.max_context: int = config.max_position_embeddings
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The base's floating-point type."""
+        return self.lm_head.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the base lies."""
+        return self.lm_head.weight.device
+
+    def embed(
+        self,
+        token_ids: Tensor,  # [T] int64
+        positions: Tensor,  # [T] int64
+    ) -> Tensor:  # [1, T, D]
+        """What the first decoder layer takes: the hidden state at exit layer 0."""
+        hidden = self.parts.embed_tokens(token_ids.unsqueeze(0))
+        if self.parts.project_in is not None:
+            hidden = self.parts.project_in(hidden)
+        if self.parts.embed_positions is not None:
+            hidden = hidden + self.parts.embed_positions(None, position_ids=positions.unsqueeze(0))
+        return hidden
+
+    def run_layers(
+        self,
+        hidden: Tensor,  # [1, T, D]
+        start: int,
+        stop: int,  # exclusive
+        positions: Tensor,  # [T] int64
+        attend: Attend,
+    ) -> Tensor:  # [1, T, D]
+        """Decoder layers `[start, stop)`."""
+        if start < stop:
+            rotary = self._rotary(hidden, positions)
+            for index in range(start, stop):
+                hidden = self._run_layer(self.layers[index], index, hidden, positions, rotary, attend)
+        return hidden
+
+    def run_block(
+        self,
+        block: nn.Module,  # a layer made by `copy_layer`
+        kv_layer: int,
+        hidden: Tensor,  # [1, T, D]
+        positions: Tensor,  # [T] int64
+        attend: Attend,
+    ) -> Tensor:  # [1, T, D]
+        """One decoder layer of an exit head's own."""
+        return self._run_layer(block, kv_layer, hidden, positions, self._rotary(hidden, positions), attend)
+
+    def final_norm(self, hidden: Tensor) -> Tensor:
+        """The base's final state, `[..., D]` to `[..., D]`; the identity where the base has no final norm."""
+        return hidden if self.parts.final_norm is None else self.parts.final_norm(hidden)
+
+    def logits(
+        self,
+        state: Tensor,  # [..., D], after a norm
+        rows: LmHeadRows | None = None,
+    ) -> Tensor:  # [..., V], or [..., V_d] by `rows`
+        """The base's LM head, or some of its rows."""
+        if self.parts.project_out is not None:
+            state = self.parts.project_out(state)
+        return self.lm_head(state) if rows is None else F.linear(state, rows.weight, rows.bias)
+
+    def lm_head_rows(self, token_ids: Tensor) -> LmHeadRows:  # token_ids: [V_d] int64
+        """The LM head's rows for `token_ids`, gathered (the base's own are not contiguous for them)."""
+        bias = self.lm_head.bias
+        return LmHeadRows(
+            self.lm_head.weight.detach()[token_ids].contiguous(), None if bias is None else bias.detach()[token_ids]
+        )
+
+    def copy_layer(self, index: int) -> nn.Module:
+        """A trainable copy of decoder layer `index`, to be run by `run_block`."""
+        return copy.deepcopy(self.layers[index]).requires_grad_(True)
+
+    def copy_final_norm(self) -> nn.Module:
+        """A trainable copy of the base's final norm; a fresh LayerNorm where the base has none."""
+        norm = self.parts.final_norm
+        if norm is None:
+            return nn.LayerNorm(self.hidden_size, dtype=self.dtype, device=self.device)
+        return copy.deepcopy(norm).requires_grad_(True)
+
+    def _rotary(self, hidden: Tensor, positions: Tensor) -> Any:
+        if self.parts.rotary is None:
+            return None
+        return self.parts.rotary(hidden, position_ids=positions.unsqueeze(0))
+
+    def _run_layer(
+        self, layer: nn.Module, kv_layer: int, hidden: Tensor, positions: Tensor, rotary: Any, attend: Attend
+    ) -> Tensor:
+        extra = {} if rotary is None else {"position_embeddings": rotary}
+        return layer(hidden, position_ids=positions.unsqueeze(0), attend=attend, kv_layer=kv_layer, **extra)
+
+
+def _twin(module: nn.Module, config: Any) -> nn.Module:
+    """A module tree of its own over the same parameters and buffers, with `config` in place of the base's."""
+    twin = copy.copy(module)
+    twin._modules = {name: child and _twin(child, config) for name, child in module._modules.items()}
+    if hasattr(twin, "config"):
+        twin.config = config
+    return twin.eval()
+
+
+def _call_attend(
+    module: nn.Module,
+    query: Tensor,  # [1, H, T, Dh]
+    key: Tensor,  # [1, Hkv, T, Dh]
+    value: Tensor,  # [1, Hkv, T, Dh]
+    attention_mask: None,
+    *,
+    scaling: float,
+    attend: Attend,
+    kv_layer: int,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Hand a Hugging Face layer's attention to `attend`."""
+    output = attend(
+        kv_layer,
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        scaling=scaling,
+        window=sliding_window,
+        softcap=softcap,
+    )
+    return output.unsqueeze(0), None

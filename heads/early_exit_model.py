@@ -1,0 +1,108 @@
+"""A frozen base model with exit heads.
+
+T tokens side by side in a packed batch; D hidden size; V vocabulary; V_d draft vocabulary.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from .backbone import Backbone, LmHeadRows
+from .config import ExitHeadConfig, HeadKind, check_exit_layers
+from .exit_head import ExitHead
+
+
+class EarlyExitModel(nn.Module):
+    """`base` with one exit head for each of `exit_layers`; the base's tensors are shared and never change."""
+
+    def __init__(self, base: PreTrainedModel, configs: Sequence[ExitHeadConfig]) -> None:
+        super().__init__()
+        self.base = base.eval().requires_grad_(False)
+        self.backbone = Backbone(base)
+        if configs:
+            check_exit_layers(tuple(config.exit_layer for config in configs), self.backbone.num_layers)
+        for config in configs:
+            if config.draft_vocab_size is not None and config.draft_vocab_size > self.backbone.vocab_size:
+                raise ValueError(
+                    f"draft_vocab_size is {config.draft_vocab_size}, but the base has only "
+                    f"{self.backbone.vocab_size} tokens; choose fewer"
+                )
+        self.heads = nn.ModuleList(
+            ExitHead(config, self.backbone, self.backbone.num_layers + index) for index, config in enumerate(configs)
+        )
+        self._rows: list[LmHeadRows | None] = [None] * len(self.heads)
+        self.refresh_draft_vocab()
+
+    @classmethod
+    def from_base(
+        cls,
+        base: PreTrainedModel,
+        exit_layers: Sequence[int] = (4, 8),
+        head: HeadKind = "block",
+        draft_vocab_size: int | None = None,
+        *,
+        draft_vocab_ids: Tensor | None = None,  # [V_d] int64, distinct
+        committed_context: bool = False,
+    ) -> "EarlyExitModel":
+        """New heads, copy-initialised from `base`.
+
+        `exit_layers` count the decoder layers run, rising. A draft vocabulary is `draft_vocab_ids`, or else the
+        `draft_vocab_size` lowest ids (a BPE vocabulary is roughly sorted by frequency). Raises ValueError for exit
+        layers out of range or order, and for what no head can be.
+        """
+        if draft_vocab_ids is not None:
+            draft_vocab_size = len(draft_vocab_ids)
+        configs = [
+            ExitHeadConfig(
+                exit_layer=exit_layer,
+                kind=head,
+                committed_context=committed_context,
+                draft_vocab_size=draft_vocab_size,
+            )
+            for exit_layer in exit_layers
+        ]
+        if not configs:
+            check_exit_layers((), base.config.num_hidden_layers)
+        model = cls(base, configs)
+        if draft_vocab_ids is not None:
+            for exit_head in model.heads:
+                exit_head.draft_vocab_ids.copy_(draft_vocab_ids.sort().values)
+            model.refresh_draft_vocab()
+        return model
+
+    @classmethod
+    def from_configs(cls, base: PreTrainedModel, configs: Sequence[ExitHeadConfig]) -> "EarlyExitModel":
+        """One head a config, copy-initialised; none is legal and leaves the base's own depth."""
+        return cls(base, configs)
+
+    @property
+    def exit_layers(self) -> tuple[int, ...]:
+        """Number of decoder layers before each head, rising."""
+        return tuple(head.config.exit_layer for head in self.heads)
+
+    def refresh_draft_vocab(self) -> None:
+        """Gather the LM head's rows anew after the heads' `draft_vocab_ids` or the base's tensors have moved."""
+        self._rows = [
+            None if head.draft_vocab_ids is None else self.backbone.lm_head_rows(head.draft_vocab_ids)
+            for head in self.heads
+        ]
+
+    def exit_logits(
+        self,
+        index: int,  # which head, counted from the shallowest
+        state: Tensor,  # [..., D], from that head's forward
+    ) -> Tensor:  # [..., V], or [..., V_d] in the order of the head's `draft_vocab_ids`
+        """The logits of head `index`."""
+        return self.backbone.logits(state, self._rows[index])
+
+    def _apply(self, fn, recurse: bool = True):  # type: ignore[no-untyped-def]
+        result = super()._apply(fn, recurse)
+        self.refresh_draft_vocab()
+        return result
+
+    @torch.no_grad()
+    def target_logits(self, hidden: Tensor) -> Tensor:  # [..., D] at the full depth -> [..., V]
+        """The base's own logits."""
+        return self.backbone.logits(self.backbone.final_norm(hidden))

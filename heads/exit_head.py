@@ -1,0 +1,76 @@
+"""An exit head: from the hidden state at an exit layer to a state that the base's LM head can read.
+
+T tokens side by side in a packed batch; D hidden size; V_d draft vocabulary.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .backbone import Attend, Backbone
+from .config import ExitHeadConfig
+
+
+class ExitHead(nn.Module):
+    """`norm(transform(fuse(hidden, context)))`; the LM head behind it is the base's own and is not part of it.
+
+    Every part starts as a copy of the base's or as the identity, so that an untrained head is the raw exit
+    (behind one layer of the base for kind `block`).
+    """
+
+    draft_vocab_ids: Tensor | None
+
+    def __init__(self, config: ExitHeadConfig, backbone: Backbone, kv_layer: int) -> None:
+        super().__init__()
+        size, options = backbone.hidden_size, {"dtype": backbone.dtype, "device": backbone.device}
+        self.config = config
+        self.kv_layer = kv_layer
+        """Where the block's keys and values live, counted on after the base's layers."""
+        self._backbone = backbone
+        self.fuse: nn.Linear | None = None
+        self.mlp: nn.Linear | None = None
+        self.block: nn.Module | None = None
+        self.norm: nn.Module | None = None
+        if config.committed_context:
+            self.fuse = nn.Linear(2 * size, size, bias=False, **options)
+            nn.init.zeros_(self.fuse.weight)
+            nn.init.eye_(self.fuse.weight.data[:, :size])
+        if config.kind == "mlp":
+            self.mlp = nn.Linear(size, size, **options)
+            nn.init.zeros_(self.mlp.weight)
+            nn.init.zeros_(self.mlp.bias)
+        if config.kind == "block":
+            self.block = backbone.copy_layer(config.exit_layer)
+        if config.kind != "shared":
+            self.norm = backbone.copy_final_norm()
+        ids = None if config.draft_vocab_size is None else torch.arange(config.draft_vocab_size, device=backbone.device)
+        self.register_buffer("draft_vocab_ids", ids)
+
+    def forward(
+        self,
+        hidden: Tensor,  # [1, T, D], at the exit layer
+        context: Tensor | None,  # [1, T, D], the base's final state of the newest committed token; zeros where none is
+        positions: Tensor,  # [T] int64
+        attend: Attend,
+    ) -> Tensor:  # [1, T, D]
+        """The state that the LM head reads; `context` is read only by a head with committed context."""
+        if self.fuse is not None:
+            assert context is not None
+            # Without weights: final states differ in scale from the hidden states of shallow layers.
+            hidden = self.fuse(torch.cat([hidden, F.rms_norm(context, context.shape[-1:])], dim=-1))
+        if self.mlp is not None:
+            hidden = hidden + F.silu(self.mlp(hidden))
+        if self.block is not None:
+            hidden = self._backbone.run_block(self.block, self.kv_layer, hidden, positions, attend)
+        return self._backbone.final_norm(hidden) if self.norm is None else self.norm(hidden)
+
+
+def context_positions(
+    positions: Tensor,  # [T] int64
+    last_known: Tensor,  # [T] int64, newest position whose final state is known
+) -> Tensor:  # [T] int64; -1 means that there is none yet
+    """Whose final state a row takes as its committed context: the position before it, or the newest that is known.
+
+    The one rule for training and inference, so that a head's cache holds what the head was trained on.
+    """
+    return torch.minimum(positions - 1, last_known)

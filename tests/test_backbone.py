@@ -1,0 +1,77 @@
+"""The backbone's parts, put together, are the base's own forward."""
+
+import copy
+
+import pytest
+import torch
+from hispec.heads import Backbone, DenseAttention
+
+
+@pytest.mark.parametrize("cuts", [(0, 6), (0, 2, 6), (0, 1, 3, 6), (0, 0, 5, 6)])
+def test_ranges_of_layers_equal_the_forward(any_base, cuts):
+    backbone = Backbone(any_base)
+    token_ids = torch.randint(3, 64, (21,), generator=torch.Generator().manual_seed(1))
+    positions = torch.arange(21)
+    attend = DenseAttention([21])
+    hidden = backbone.embed(token_ids, positions)
+    for start, stop in zip(cuts, cuts[1:], strict=False):
+        hidden = backbone.run_layers(hidden, start, stop, positions, attend)
+    logits = backbone.logits(backbone.final_norm(hidden))
+    torch.testing.assert_close(logits, any_base(token_ids.unsqueeze(0)).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_sequences_side_by_side_do_not_see_each_other(any_base):
+    backbone = Backbone(any_base)
+    token_ids = torch.randint(3, 64, (17,), generator=torch.Generator().manual_seed(1))
+    positions = torch.cat([torch.arange(5), torch.arange(12)])
+    hidden = backbone.embed(token_ids, positions)
+    hidden = backbone.run_layers(hidden, 0, 6, positions, DenseAttention([5, 12]))
+    logits = backbone.logits(backbone.final_norm(hidden))[0]
+    torch.testing.assert_close(logits[:5], any_base(token_ids[None, :5]).logits[0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits[5:], any_base(token_ids[None, 5:]).logits[0], rtol=1e-4, atol=1e-4)
+
+
+def test_hidden_states_are_those_of_the_base(any_base):
+    backbone = Backbone(any_base)
+    token_ids = torch.arange(3, 15)
+    positions = torch.arange(12)
+    states = any_base(token_ids.unsqueeze(0), output_hidden_states=True).hidden_states
+    embedded = backbone.embed(token_ids, positions)
+    torch.testing.assert_close(embedded, states[0])
+    hidden = backbone.run_layers(embedded, 0, 3, positions, DenseAttention([12]))
+    torch.testing.assert_close(hidden, states[3], rtol=1e-4, atol=1e-4)
+
+
+def test_rows_of_the_lm_head_are_its_logits(any_base):
+    backbone = Backbone(any_base)
+    state = torch.randn(4, backbone.hidden_size)
+    ids = torch.tensor([3, 9, 60])
+    torch.testing.assert_close(backbone.logits(state, backbone.lm_head_rows(ids)), backbone.logits(state)[:, ids])
+
+
+def test_the_base_runs_on_as_ever(any_base):
+    token_ids = torch.arange(3, 15).unsqueeze(0)
+    before = any_base(token_ids).logits
+    implementation = any_base.config._attn_implementation
+    weights = copy.deepcopy(any_base.state_dict())
+    backbone = Backbone(any_base)
+    backbone.run_layers(backbone.embed(token_ids[0], torch.arange(12)), 0, 6, torch.arange(12), DenseAttention([12]))
+    assert any_base.config._attn_implementation == implementation
+    assert torch.equal(any_base(token_ids).logits, before)
+    assert all(torch.equal(weights[name], tensor) for name, tensor in any_base.state_dict().items())
+
+
+def test_twins_follow_the_base_to_another_dtype(make_base):
+    base = make_base("llama")
+    backbone = Backbone(base)
+    base.to(torch.bfloat16)
+    hidden = backbone.embed(torch.tensor([5]), torch.tensor([0]))
+    assert backbone.run_layers(hidden, 0, 6, torch.tensor([0]), DenseAttention([1])).dtype == torch.bfloat16
+
+
+def test_an_unknown_architecture_is_refused(base):
+    other = copy.copy(base)
+    other.config = copy.deepcopy(base.config)
+    other.config.model_type = "mamba"
+    with pytest.raises(ValueError, match=r"'mamba' is not supported; supported are llama"):
+        Backbone(other)
