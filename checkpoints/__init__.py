@@ -1,0 +1,18 @@
+"""What lives on disk and on the hub: base models, adapters and training states."""
+
+from .adapter import load_adapter, save_adapter, shipped_adapter
+from .base_model import load_base
+from .provenance import fingerprint, run_record
+from .training_state import TrainingState, load_training_state, save_training_state
+
+__all__ = [
+    "TrainingState",
+    "fingerprint",
+    "load_adapter",
+    "load_base",
+    "load_training_state",
+    "run_record",
+    "save_adapter",
+    "save_training_state",
+    "shipped_adapter",
+]

@@ -1,0 +1,233 @@
+"""The adapter: exit heads on disk and on the hub."""
+
+import json
+from collections.abc import Mapping
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..heads import EarlyExitModel, ExitHead, ExitHeadConfig
+from .atomic_folder import atomic_folder
+from .base_model import load_base
+from .hub import download, is_hub_id
+from .provenance import base_source, explain_mismatch, fingerprint
+
+FORMAT_VERSION = 1
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+RUN_FILE = "run.json"
+CARD_FILE = "README.md"
+ADAPTER_FILES = [CONFIG_FILE, WEIGHTS_FILE, RUN_FILE]
+CONFIG_KEYS = {"format_version", "base_model_name_or_path", "revision", "base_fingerprint", "heads"}
+HEAD_KEYS = {"exit_layer", "kind", "committed_context", "draft_vocab_size"}
+
+
+def save_adapter(
+    model: EarlyExitModel,
+    folder: str | Path,
+    run: Mapping[str, Any] | None = None,  # JSON-ready, how the heads were made: `run_record`
+    *,
+    dtype: torch.dtype | None = None,  # of the saved weights; None keeps theirs
+) -> None:
+    """Write the heads of `model`, without any weight of the base, wholly or not at all.
+
+    An adapter that is in `folder` already is replaced, its README.md kept. Raises ValueError where the folder
+    holds other files, or cannot be written.
+    """
+    folder = Path(folder).expanduser()
+    if not model.exit_layers:
+        raise ValueError("the model has no exit heads to save; make them with EarlyExitModel.from_base")
+    _check_replaceable(folder)
+    source = base_source(model.base)
+    config = {
+        "format_version": FORMAT_VERSION,
+        "base_model_name_or_path": source,
+        "revision": getattr(model.base.config, "_commit_hash", None) if source else None,
+        "base_fingerprint": fingerprint(model.base),
+        "heads": [head.config.to_dict() for head in model.heads if isinstance(head, ExitHead)],
+    }
+    tensors = {name: _to_disk(tensor, dtype) for name, tensor in model.heads.state_dict().items()}
+    with atomic_folder(folder) as partial:
+        _write_json(partial / CONFIG_FILE, config)
+        save_file(tensors, partial / WEIGHTS_FILE, metadata={"format": "pt"})
+        if run is not None:
+            _write_json(partial / RUN_FILE, run)
+        if (folder / CARD_FILE).is_file():
+            (partial / CARD_FILE).write_bytes((folder / CARD_FILE).read_bytes())
+
+
+def load_adapter(
+    source: str | Path,
+    base: PreTrainedModel | None = None,
+    revision: str | None = None,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "auto",
+) -> EarlyExitModel:
+    """The base with the exit heads of an adapter, in the base's dtype and on its device.
+
+    `source` is a folder or a hub id, `revision` the adapter's on the hub. Without `base` the one that the
+    adapter names is loaded in `dtype` on `device`. Raises ValueError, naming what is wrong, unless it is
+    the base that the heads were saved with and every tensor fits.
+    """
+    folder = _find(str(source), revision)
+    config = _read_config(folder)
+    head_configs = [_head_config(values, folder) for values in config["heads"]]
+    tensors = _read_tensors(folder)
+    if base is None:
+        base = _load_recorded_base(config, folder, dtype, device)
+    if mismatch := explain_mismatch(config["base_fingerprint"], fingerprint(base)):
+        named = config["base_model_name_or_path"] or "another base"
+        raise ValueError(
+            f"the adapter {folder} was made for {named}, not for this base: {mismatch}; load that one"
+        )
+    model = EarlyExitModel.from_configs(base, head_configs)
+    _check_tensors(tensors, model, folder)
+    model.heads.load_state_dict(tensors)
+    model.refresh_draft_vocab()
+    return model
+
+
+def shipped_adapter(name: str) -> Path | None:
+    """The folder of the adapter that comes with hispec for a model alias; None where there is none."""
+    folder = Path(str(files(__package__))) / name
+    return folder if name.isidentifier() and (folder / CONFIG_FILE).is_file() else None
+
+
+def _check_replaceable(folder: Path) -> None:
+    if folder.is_file():
+        raise ValueError(f"{folder} is a file; choose a folder for the adapter")
+    if not folder.is_dir():
+        return
+    if others := sorted({path.name for path in folder.iterdir()} - {*ADAPTER_FILES, CARD_FILE}):
+        raise ValueError(f"{folder} holds other files ({', '.join(others[:3])}); choose a new folder")
+
+
+def _to_disk(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    tensor = tensor.detach().cpu()
+    return (tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor).contiguous()
+
+
+def _write_json(path: Path, values: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def _find(source: str, revision: str | None) -> Path:
+    folder = Path(source).expanduser()
+    if source and folder.is_dir():
+        return folder
+    if is_hub_id(source):
+        return download(source, revision, ADAPTER_FILES)
+    raise ValueError(f"the adapter {source!r} is no folder here and no hub id (user/name); check the path")
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    path = folder / CONFIG_FILE
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{folder} holds no {CONFIG_FILE}; give a folder that save_adapter wrote") from None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} is not readable JSON ({error}); get the adapter again") from error
+    if not isinstance(config, dict) or "format_version" not in config:
+        raise ValueError(f"{path} has no format_version; give an adapter that save_adapter wrote")
+    if config["format_version"] != FORMAT_VERSION:
+        raise ValueError(
+            f"{path} has format version {config['format_version']!r}, this hispec reads {FORMAT_VERSION}; "
+            "update hispec"
+        )
+    _check_keys(config, CONFIG_KEYS, str(path))
+    recorded = config["base_fingerprint"]
+    if (
+        not isinstance(recorded, dict)
+        or not isinstance(recorded.get("architecture"), dict)
+        or "weights" not in recorded
+    ):
+        raise ValueError(f"{path}: base_fingerprint is {recorded!r}, no fingerprint; get the adapter again")
+    if not isinstance(config["heads"], list) or not config["heads"]:
+        raise ValueError(
+            f"{path}: heads is {config['heads']!r}; it must list at least one head; get the adapter again"
+        )
+    return config
+
+
+def _head_config(values: object, folder: Path) -> ExitHeadConfig:
+    where = f"{folder / CONFIG_FILE}, heads"
+    if not isinstance(values, dict):
+        raise ValueError(f"{where}: {values!r} is no mapping; get the adapter again")
+    _check_keys(values, HEAD_KEYS, where)
+    for key, allowed in (
+        ("exit_layer", {int}),
+        ("kind", {str}),
+        ("committed_context", {bool}),
+        ("draft_vocab_size", {int, type(None)}),
+    ):
+        if type(values[key]) not in allowed:
+            raise ValueError(f"{where}: {key} is {values[key]!r}, of the wrong type; get the adapter again")
+    try:
+        return ExitHeadConfig(**values)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+
+
+def _check_keys(values: dict[str, Any], known: set[str], where: str) -> None:
+    for key in sorted(values.keys() - known):
+        raise ValueError(
+            f"{where}: the key {key!r} is unknown (known: {', '.join(sorted(known))}); update hispec"
+        )
+    for key in sorted(known - values.keys()):
+        raise ValueError(f"{where}: the key {key!r} is missing; get the adapter again")
+
+
+def _read_tensors(folder: Path) -> dict[str, Tensor]:
+    path = folder / WEIGHTS_FILE
+    if not path.is_file():
+        raise ValueError(f"{folder} holds no {WEIGHTS_FILE}; give a folder that save_adapter wrote")
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{path} is broken or cut short ({error}); get the adapter again") from error
+
+
+def _load_recorded_base(
+    config: Mapping[str, Any], folder: Path, dtype: str | torch.dtype, device: str | torch.device
+) -> PreTrainedModel:
+    name = config["base_model_name_or_path"]
+    if not name:
+        raise ValueError(
+            f"the adapter {folder} was made on a local base and names none; give it: load_adapter(..., base)"
+        )
+    return load_base(name, dtype=dtype, device=device, revision=config["revision"])[0]
+
+
+def _check_tensors(tensors: dict[str, Tensor], model: EarlyExitModel, folder: Path) -> None:
+    where = folder / WEIGHTS_FILE
+    expected = model.heads.state_dict()
+    for name in sorted(expected.keys() - tensors.keys()):
+        raise ValueError(f"{where} lacks the tensor {name!r}; get the adapter again")
+    for name in sorted(tensors.keys() - expected.keys()):
+        raise ValueError(
+            f"{where} has a tensor {name!r} that no head takes; get the adapter again or update hispec"
+        )
+    for name, tensor in tensors.items():
+        if tensor.shape != expected[name].shape:
+            raise ValueError(
+                f"{where}: the tensor {name!r} has shape {list(tensor.shape)}, its head takes "
+                f"{list(expected[name].shape)}; get the adapter again"
+            )
+        if tensor.is_floating_point() != expected[name].is_floating_point():
+            raise ValueError(
+                f"{where}: the tensor {name!r} is {tensor.dtype}, of the wrong kind; get the adapter again"
+            )
+        if not tensor.is_floating_point():
+            _check_draft_vocab(tensor, name, model.backbone.vocab_size, where)
+
+
+def _check_draft_vocab(token_ids: Tensor, name: str, vocab_size: int, where: Path) -> None:
+    if token_ids.min() < 0 or token_ids.max() >= vocab_size or (token_ids.diff() <= 0).any():
+        raise ValueError(f"{where}: {name!r} must rise within 0 to {vocab_size - 1}; get the adapter again")

@@ -1,0 +1,39 @@
+"""hispec: hierarchical speculative decoding with early-exit heads on Hugging Face causal LMs."""
+
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "EarlyExitModel",
+    "Engine",
+    "SamplingParams",
+    "__version__",
+    "load_adapter",
+    "save_adapter",
+]
+
+if TYPE_CHECKING:
+    from .checkpoints import load_adapter, save_adapter
+    from .heads import EarlyExitModel
+    from .infer import Engine, SamplingParams
+else:
+    # Public names are imported when first asked for: `import hispec` costs no torch import, so that a
+    # command can print its help, or refuse a wrong flag, at once.
+    _HOMES = {
+        "EarlyExitModel": ".heads",
+        "Engine": ".infer",
+        "SamplingParams": ".infer",
+        "load_adapter": ".checkpoints",
+        "save_adapter": ".checkpoints",
+    }
+
+    def __getattr__(name: str) -> object:
+        if name not in _HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from importlib import import_module
+
+        return getattr(import_module(_HOMES[name], __name__), name)
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

@@ -1,0 +1,5 @@
+"""`python -m hispec.infer` is `hispec-infer`."""
+
+from .command import main
+
+raise SystemExit(main())

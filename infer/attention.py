@@ -1,0 +1,174 @@
+"""Attention of a packed batch over the paged cache.
+
+T new tokens of B sequences side by side; H query heads, Hkv key heads, G = H / Hkv, Dh head size. A span is the new
+tokens of one sequence; spans of few tokens are attended together, padded to the longest, a long span by itself.
+"""
+
+import itertools
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .kv_cache import KVCache
+
+MAX_PADDED = 16
+"""Spans of at most this many tokens are padded and attended together."""
+MAX_STRETCH = 1.5
+"""... if the longest context among them is at most this many times the shortest."""
+
+
+class Span(NamedTuple):
+    """The new tokens of one sequence in a packed batch: positions `[start, stop)`."""
+
+    block_table: list[int]
+    start: int
+    stop: int
+
+
+class _Group(NamedTuple):
+    """Spans attended by one call."""
+
+    rows: Tensor | slice  # [B * Q] or all, where the queries lie in the packed batch
+    spans: list[Span]
+    num_queries: int  # Q, of the longest span
+    slots: slice | Tensor  # where the keys lie: a slice if it is a lone span in one piece, else [B, S]
+
+
+class PagedAttention:
+    """An `Attend` for one forward pass: writes the new keys and values, attends over all up to each position."""
+
+    def __init__(self, kv_cache: KVCache, spans: list[Span], device: torch.device) -> None:
+        self._kv_cache = kv_cache
+        self._device = device
+        self._slots = _slots(spans, kv_cache.block_size, device)
+        self._groups = _group(spans, kv_cache.block_size, device)
+        self._masks: dict[tuple[int, int | None, int], Tensor] = {}
+
+    def __call__(
+        self,
+        kv_layer: int,
+        query: Tensor,  # [T, H, Dh]
+        key: Tensor,  # [T, Hkv, Dh]
+        value: Tensor,  # [T, Hkv, Dh]
+        *,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:  # [T, H, Dh]
+        """See `Attend`."""
+        assert softcap is None, "no supported architecture caps its attention scores"
+        self._kv_cache.write(kv_layer, self._slots, key, value)
+        if len(self._groups) == 1 and isinstance(self._groups[0].rows, slice):
+            return self._attend(0, kv_layer, query, scaling, window).reshape(query.shape)
+        output = torch.empty_like(query)
+        for index, group in enumerate(self._groups):
+            attended = self._attend(index, kv_layer, query[group.rows], scaling, window)
+            output[group.rows] = attended.reshape(-1, *query.shape[1:])
+        return output
+
+    def _attend(
+        self, index: int, kv_layer: int, query: Tensor, scaling: float, window: int | None
+    ) -> Tensor:  # [B, Q, H, Dh]
+        group = self._groups[index]
+        num_seqs, num_queries = len(group.spans), group.num_queries
+        keys, values = self._kv_cache.read(kv_layer, group.slots)
+        keys, values = keys.transpose(1, 2), values.transpose(1, 2)  # [B, Hkv, S, Dh]
+        num_heads, num_kv_heads, num_keys = query.shape[1], keys.shape[1], keys.shape[2]
+        query = query.reshape(num_seqs, num_queries, num_heads, -1).transpose(1, 2)
+        if isinstance(group.slots, slice) and num_queries == num_keys > 1 and (window is None or num_keys <= window):
+            output = F.scaled_dot_product_attention(
+                query, keys, values, is_causal=True, scale=scaling, enable_gqa=num_heads > num_kv_heads
+            )
+            return output.transpose(1, 2)
+        # The heads that share a key head are folded into its queries: no key is repeated.
+        groups = num_heads // num_kv_heads
+        folded = query.reshape(num_seqs, num_kv_heads, groups * num_queries, -1)
+        output = F.scaled_dot_product_attention(
+            folded, keys, values, attn_mask=self._mask(index, window, groups, num_keys), scale=scaling
+        )
+        return output.view(num_seqs, num_heads, num_queries, -1).transpose(1, 2)
+
+    def _mask(self, index: int, window: int | None, groups: int, num_keys: int) -> Tensor | None:  # [B, 1, G * Q, S]
+        group = self._groups[index]
+        if isinstance(group.slots, slice) and group.num_queries == 1 and (window is None or num_keys <= window):
+            return None
+        if (index, window, groups) not in self._masks:
+            starts = torch.tensor([span.start for span in group.spans], device=self._device)[:, None, None]
+            stops = torch.tensor([span.stop for span in group.spans], device=self._device)[:, None, None]
+            places = torch.arange(group.num_queries, device=self._device)[:, None]
+            query_positions = torch.minimum(starts + places, stops - 1)
+            key_positions = torch.arange(num_keys, device=self._device)
+            mask = key_positions <= query_positions
+            if window is not None:
+                mask &= key_positions > query_positions - window
+            self._masks[index, window, groups] = mask.repeat(1, groups, 1).unsqueeze(1)
+        return self._masks[index, window, groups]
+
+
+def _slots(spans: list[Span], block_size: int, device: torch.device) -> Tensor | slice:
+    """Where the new tokens go."""
+    if len(spans) == 1 and (run := _consecutive(spans[0], block_size)) is not None:
+        return slice(run.start + spans[0].start, run.stop)
+    slots = [_slots_of(span, np.arange(span.start, span.stop), block_size) for span in spans]
+    return torch.from_numpy(np.concatenate(slots)).to(device)
+
+
+def _key_slots(spans: list[Span], block_size: int, device: torch.device) -> Tensor | slice:
+    """Where all keys of the spans lie; short ones are padded to `[B, S]`."""
+    if len(spans) == 1 and (run := _consecutive(spans[0], block_size)) is not None:
+        return run
+    positions = np.arange(max(span.stop for span in spans))
+    # Padding reads the sequence's own first token: masked, but it must be a number (0 * NaN is NaN).
+    slots = [_slots_of(span, np.where(positions < span.stop, positions, 0), block_size) for span in spans]
+    return torch.from_numpy(np.stack(slots)).to(device)
+
+
+def _slots_of(span: Span, positions: np.ndarray, block_size: int) -> np.ndarray:
+    return np.asarray(span.block_table)[positions // block_size] * block_size + positions % block_size
+
+
+def _consecutive(span: Span, block_size: int) -> slice | None:
+    """The slots of positions `[0, stop)` where the span's blocks lie in one piece."""
+    num_blocks = -(-span.stop // block_size)
+    first = span.block_table[0]
+    if span.block_table[:num_blocks] != list(range(first, first + num_blocks)):
+        return None
+    return slice(first * block_size, first * block_size + span.stop)
+
+
+def _members(spans: list[Span]) -> list[list[int]]:
+    """Which spans go together: short ones of about the same context, so that little of it is padding."""
+    members = [[index] for index, span in enumerate(spans) if span.stop - span.start > MAX_PADDED]
+    short = [index for index, span in enumerate(spans) if span.stop - span.start <= MAX_PADDED]
+    longest = 0.0
+    for index in sorted(short, key=lambda index: spans[index].stop):
+        if spans[index].stop > longest:
+            members.append([])
+            longest = spans[index].stop * MAX_STRETCH
+        members[-1].append(index)
+    return members
+
+
+def _group(spans: list[Span], block_size: int, device: torch.device) -> list[_Group]:
+    lengths = [span.stop - span.start for span in spans]
+    first_rows = [0, *itertools.accumulate(lengths)]
+    groups = []
+    for indices in _members(spans):
+        chosen = [spans[index] for index in indices]
+        num_queries = max(lengths[index] for index in indices)
+        rows: Tensor | slice
+        if len(indices) == 1:
+            rows = slice(first_rows[indices[0]], first_rows[indices[0]] + num_queries)
+        elif indices == list(range(len(spans))) and min(lengths) == num_queries:
+            rows = slice(None)
+        else:
+            # A short span repeats its last row: the same value is computed, and written, more than once.
+            rows = torch.tensor(
+                [first_rows[i] + min(query, lengths[i] - 1) for i in indices for query in range(num_queries)],
+                device=device,
+            )
+        groups.append(_Group(rows, chosen, num_queries, _key_slots(chosen, block_size, device)))
+    return groups

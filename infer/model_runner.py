@@ -1,0 +1,175 @@
+"""Runs parts of the model over packed batches of sequences.
+
+T tokens side by side; D hidden size; V vocabulary; W positions in the window of a sequence.
+"""
+
+from collections.abc import Sequence as Items
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..heads import EarlyExitModel, ExitHead, context_positions
+from .attention import PagedAttention, Span
+from .kv_cache import KVCache
+from .sequence import Sequence
+
+class Level(NamedTuple):
+    """Decoder layers `[start, stop)` and what reads their output."""
+
+    name: str
+    start: int
+    stop: int
+    head: int | None
+    """Index of the exit head; None is the base's own norm and LM head."""
+
+
+class ModelRunner:
+    """Runs levels and heads, and keeps between them what the next one needs.
+
+    Hidden states wait in windows `[rows, W, D]`, one row a running sequence, position modulo W: a rollback is a
+    smaller count and moves nothing, and memory does not grow with the context.
+    """
+
+    def __init__(
+        self, model: EarlyExitModel, levels: tuple[Level, ...], kv_cache: KVCache, num_rows: int, window: int
+    ) -> None:
+        self.model = model
+        self.levels = levels
+        self._kv_cache = kv_cache
+        self._window = window
+        backbone = model.backbone
+        shape = (num_rows * window, backbone.hidden_size)
+        options = {"dtype": backbone.dtype, "device": backbone.device}
+        self._hidden = [torch.zeros(shape, **options) for _ in levels[:-1]]
+        self._final_states = torch.zeros(shape, **options)
+
+    def vocab_ids(self, index: int) -> Tensor | None:  # [V_d] int64
+        """The token ids that level `index` scores; None is the whole vocabulary."""
+        head = self.levels[index].head
+        return None if head is None else self._head(self.levels[index]).draft_vocab_ids
+
+    @torch.inference_mode()
+    def prefill(self, sequences: list[Sequence]) -> Tensor:  # [B, V]
+        """Read all committed tokens of fresh sequences at every level; logits of what follows."""
+        backbone = self.model.backbone
+        bounds = [(0, len(sequence.token_ids)) for sequence in sequences]
+        positions = self._positions(bounds)
+        attend = self._attend(sequences, bounds)
+        ids = [token_id for sequence in sequences for token_id in sequence.token_ids]
+        hidden = backbone.embed(torch.tensor(ids, device=backbone.device), positions)
+        exits = []
+        for level in self.levels:
+            hidden = backbone.run_layers(hidden, level.start, level.stop, positions, attend)
+            exits.append(hidden)
+        states = backbone.final_norm(hidden)
+        # A prompt position has the final state of the position before it as its context.
+        context = torch.cat([torch.zeros_like(states[:, :1]), states[:, :-1]], dim=1) * (positions > 0)[:, None]
+        for index, level in enumerate(self.levels[:-1]):
+            head = self._head(level)
+            if head.block is not None:
+                head(exits[index], context, positions, attend)
+        last_rows = np.cumsum([stop for _, stop in bounds]) - 1
+        for sequence, last_row in zip(sequences, last_rows, strict=True):
+            length = len(sequence.token_ids)
+            kept = min(length, self._window)
+            rows = states[0, last_row + 1 - kept : last_row + 1]
+            self._final_states[self._window_slots([sequence], [(length - kept, length)])] = rows
+            sequence.num_computed = [length] * len(self.levels)
+            sequence.num_head_computed = [length] * (len(self.levels) - 1)
+            sequence.stats.num_prefill_layer_passes += length * backbone.num_layers
+        return backbone.logits(states[0, torch.from_numpy(last_rows).to(backbone.device)])
+
+    @torch.inference_mode()
+    def advance(self, index: int, sequences: list[Sequence]) -> None:
+        """Run level `index` over all known tokens that it has not seen; the level before it must have."""
+        level, backbone = self.levels[index], self.model.backbone
+        sequences = [sequence for sequence in sequences if sequence.num_computed[index] < sequence.num_known]
+        if not sequences:
+            return
+        bounds = [(sequence.num_computed[index], sequence.num_known) for sequence in sequences]
+        positions = self._positions(bounds)
+        slots = self._window_slots(sequences, bounds)
+        if index == 0:
+            ids = [i for sequence, (start, _) in zip(sequences, bounds, strict=True) for i in sequence.known_ids(start)]
+            hidden = backbone.embed(torch.tensor(ids, device=backbone.device), positions)
+        else:
+            hidden = self._hidden[index - 1][slots].unsqueeze(0)
+        if level.start < level.stop:
+            attend = self._attend(sequences, bounds)
+            hidden = backbone.run_layers(hidden, level.start, level.stop, positions, attend)
+        if level.head is None:
+            self._final_states[slots] = backbone.final_norm(hidden)[0]
+        else:
+            self._hidden[index][slots] = hidden[0]
+        for sequence, (start, stop) in zip(sequences, bounds, strict=True):
+            sequence.num_computed[index] = stop
+            passes = (stop - start) * (level.stop - level.start)
+            sequence.stats.levels[level.name].num_layer_passes += passes
+
+    @torch.inference_mode()
+    def score(self, index: int, sequences: list[Sequence], starts: Items[int]) -> Tensor:
+        """Logits of level `index` at positions `[starts[b], known)` of each sequence, packed: `[T, V or V_d]`.
+
+        `advance` must have run over them.
+        """
+        bounds = [(start, sequence.num_known) for sequence, start in zip(sequences, starts, strict=True)]
+        level = self.levels[index]
+        if level.head is None:
+            return self.model.backbone.logits(self._final_states[self._window_slots(sequences, bounds)])
+        return self.model.exit_logits(level.head, self._run_head(index, sequences, bounds))
+
+    def _run_head(self, index: int, sequences: list[Sequence], bounds: list[tuple[int, int]]) -> Tensor:  # [T, D]
+        head = self._head(self.levels[index])
+        wanted = bounds
+        if head.block is not None:
+            # Positions that no draft was asked from (after a bonus token) must still be in the block's cache.
+            bounds = [(min(s.num_head_computed[index], start), stop) for s, (start, stop) in zip(sequences, wanted)]
+        positions = self._positions(bounds)
+        hidden = self._hidden[index][self._window_slots(sequences, bounds)].unsqueeze(0)
+        context = self._context(sequences, bounds, positions) if head.config.committed_context else None
+        state = head(hidden, context, positions, self._attend(sequences, bounds))[0]
+        if head.block is None:
+            return state
+        for sequence, (start, stop) in zip(sequences, bounds, strict=True):
+            sequence.num_head_computed[index] = stop
+            sequence.stats.levels[self.levels[index].name].num_layer_passes += stop - start
+        if bounds == wanted:
+            return state
+        rows, offset = [], 0
+        for (start, stop), (first, _) in zip(bounds, wanted, strict=True):
+            rows.extend(range(offset + first - start, offset + stop - start))
+            offset += stop - start
+        return state[rows]
+
+    def _context(self, sequences: list[Sequence], bounds: list[tuple[int, int]], positions: Tensor) -> Tensor:
+        last_known = np.repeat([s.num_computed[-1] - 1 for s in sequences], [stop - start for start, stop in bounds])
+        known = context_positions(positions, torch.from_numpy(last_known).to(positions.device))
+        rows = np.repeat([s.window_row for s in sequences], [stop - start for start, stop in bounds])
+        slots = torch.from_numpy(rows * self._window).to(positions.device) + known % self._window
+        return self._final_states[slots].unsqueeze(0)
+
+    def _head(self, level: Level) -> ExitHead:
+        assert level.head is not None
+        head = self.model.heads[level.head]
+        assert isinstance(head, ExitHead)
+        return head
+
+    def _positions(self, bounds: list[tuple[int, int]]) -> Tensor:  # [T]
+        device = self.model.backbone.device
+        return torch.cat([torch.arange(start, stop, device=device) for start, stop in bounds])
+
+    def _window_slots(self, sequences: list[Sequence], bounds: list[tuple[int, int]]) -> Tensor:  # [T]
+        slots = [
+            sequence.window_row * self._window + position % self._window
+            for sequence, (start, stop) in zip(sequences, bounds, strict=True)
+            for position in range(start, stop)
+        ]
+        return torch.tensor(slots, device=self.model.backbone.device)
+
+    def _attend(self, sequences: list[Sequence], bounds: list[tuple[int, int]]) -> PagedAttention:
+        spans = [
+            Span(sequence.block_table, start, stop) for sequence, (start, stop) in zip(sequences, bounds, strict=True)
+        ]
+        return PagedAttention(self._kv_cache, spans, self.model.backbone.device)

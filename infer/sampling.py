@@ -1,0 +1,60 @@
+"""From logits to the distribution that a request asked for, and from that to tokens. Tensors in, tensors out.
+
+R rows, V vocabulary.
+"""
+
+import torch
+from torch import Tensor
+
+
+def to_probs(
+    logits: Tensor,  # [R, V]
+    temperature: Tensor,  # [R] float32, > 0
+    top_k: Tensor,  # [R] int64, 0 keeps all
+    top_p: Tensor,  # [R] float32, 1 keeps all
+) -> Tensor:  # [R, V] float32, each row sums to 1
+    """Apply temperature, then top-k, then top-p, as transformers does; of equal logits the lowest id goes first."""
+    logits = logits.float()
+    # Shifted first: a tiny temperature then sends all but the maximum to -inf instead of overflowing.
+    logits = (logits - logits.amax(-1, keepdim=True)) / temperature.unsqueeze(-1)
+    if not (top_k.any() or (top_p < 1).any()):
+        return logits.softmax(-1)
+    ordered, order = logits.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(logits.shape[-1], device=logits.device)
+    k = torch.where(top_k > 0, top_k, logits.shape[-1]).unsqueeze(-1)
+    ordered = ordered.masked_fill(rank >= k, -torch.inf)
+    probs = ordered.softmax(-1)
+    # A token stays while those before it have not reached top_p; the first one always stays.
+    reached = (probs.cumsum(-1) - probs >= top_p.unsqueeze(-1)) & (top_p.unsqueeze(-1) < 1) & (rank > 0)
+    probs = probs.masked_fill(reached, 0)
+    probs = probs / probs.sum(-1, keepdim=True)
+    return torch.zeros_like(probs).scatter_(-1, order, probs)
+
+
+def draw(
+    probs: Tensor,  # [R, V], need not sum to 1
+    uniforms: Tensor,  # [R] in [0, 1)
+) -> Tensor:  # [R] int64
+    """One token a row by the inverse of the cumulative distribution; a token of probability 0 is never drawn."""
+    cumulative = probs.double().cumsum(-1)
+    target = uniforms.double().unsqueeze(-1) * cumulative[..., -1:]
+    return torch.searchsorted(cumulative, target, right=True).squeeze(-1)
+
+
+def gumbel_noise(seed: int, position: int, vocab_size: int) -> Tensor:  # [V] float32
+    """The noise of one position of one seeded request, the same at every level.
+
+    `argmax(log probs + noise)` is a draw from `probs`; levels that share the noise tend to the same token
+    (drafter-invariant speculative decoding, Daliri et al. 2024).
+    """
+    generator = torch.Generator().manual_seed(_mix(seed, position))
+    return -torch.empty(vocab_size).exponential_(generator=generator).log()
+
+
+def _mix(seed: int, position: int) -> int:
+    """A 63-bit key in which neighbouring seeds and positions are unrelated (the finaliser of SplitMix64)."""
+    mask = (1 << 64) - 1
+    key = (seed * 0x9E3779B97F4A7C15 + position * 0xD1B54A32D192ED03) & mask
+    key = ((key ^ (key >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    key = ((key ^ (key >> 27)) * 0x94D049BB133111EB) & mask
+    return (key ^ (key >> 31)) >> 1

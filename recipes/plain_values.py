@@ -1,0 +1,61 @@
+"""Plain values, as YAML and JSON give them, into the frozen dataclasses of a recipe."""
+
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+Config = TypeVar("Config")
+
+EXPECTED = {
+    int: "a whole number",
+    float: "a number with a decimal point (YAML reads 5e-4 as text: write 5.0e-4)",
+    bool: "true or false",
+    str: "text",
+}
+
+
+def parse(
+    kind: type[Config],  # a dataclass
+    values: object,
+    where: str = "",  # dotted place in the recipe
+) -> Config:
+    """An instance of `kind`; an unknown or missing key or a wrong type is a ValueError that names the key."""
+    if not isinstance(values, Mapping):
+        raise ValueError(f"{where or 'the recipe'} is {values!r}; it must be a mapping")
+    prefix = f"{where}." if where else ""
+    known = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
+    for key in values:
+        if key not in known:
+            raise ValueError(f"the key {prefix}{key} is unknown; known are {', '.join(known)}")
+    for name, field in known.items():
+        if name not in values and field.default is MISSING and field.default_factory is MISSING:
+            raise ValueError(f"the key {prefix}{name} is missing; add it")
+    hints = get_type_hints(kind)
+    return kind(**{key: _convert(hints[key], value, f"{prefix}{key}") for key, value in values.items()})
+
+
+def _convert(hint: Any, value: object, where: str) -> object:
+    """`value` as the type `hint`; a whole number passes for a float, nothing else is bent."""
+    if isinstance(hint, type) and is_dataclass(hint):
+        return parse(hint, value, where)
+    if get_origin(hint) in (types.UnionType, typing.Union):
+        if value is None:
+            return None
+        return _convert(
+            next(option for option in get_args(hint) if option is not types.NoneType), value, where
+        )
+    if get_origin(hint) is Literal:
+        if value not in get_args(hint):
+            raise ValueError(f"{where} is {value!r}; choose one of {', '.join(get_args(hint))}")
+        return value
+    if get_origin(hint) is tuple:
+        if not isinstance(value, list | tuple) or any(type(item) is not int for item in value):
+            raise ValueError(f"{where} is {value!r}; it must be a list of whole numbers, for example [4, 8]")
+        return tuple(value)
+    if hint is float and type(value) is int:
+        return float(value)
+    if type(value) is not hint:
+        raise ValueError(f"{where} is {value!r}; it must be {EXPECTED[hint]}")
+    return value

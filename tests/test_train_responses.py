@@ -1,0 +1,124 @@
+"""Regeneration: resumable, and the same however often it was interrupted."""
+
+import json
+
+import pytest
+import torch
+
+from hispec.heads import EarlyExitModel
+from hispec.infer import Engine
+from hispec.train.prompts import is_held_out, read_prompts
+from hispec.train.responses import read_responses, regenerate, response_order
+
+from .train_support import build_tokenizer, write_prompts
+
+FRACTION = 0.2
+
+
+@pytest.fixture(scope="module")
+def engine(request):
+    base = request.getfixturevalue("base")
+    model = EarlyExitModel.from_configs(base, [])
+    return Engine(model, build_tokenizer(), method="autoregressive", max_num_seqs=4, num_blocks=40)
+
+
+@pytest.fixture
+def order(tmp_path):
+    prompts = read_prompts(write_prompts(tmp_path / "prompts.jsonl"))
+    return response_order(prompts, greedy=True, num_sampled=1, held_out_fraction=FRACTION, seed=0)
+
+
+def run(engine, order, path, num_tokens=150):
+    return regenerate(
+        engine,
+        order,
+        path,
+        num_tokens=num_tokens,
+        max_new_tokens=16,
+        temperature=1.0,
+        max_num_seqs=4,
+        seed=0,
+    )
+
+
+class KilledError(Exception):
+    pass
+
+
+class Interrupting:
+    """An engine that stops after some steps."""
+
+    def __init__(self, engine, num_steps):
+        self.engine, self.num_steps = engine, num_steps
+
+    def __getattr__(self, name):
+        return getattr(self.engine, name)
+
+    def step(self):
+        if self.num_steps == 0:
+            raise KilledError
+        self.num_steps -= 1
+        return self.engine.step()
+
+
+def test_order_has_every_item_once_and_any_beginning_is_mixed(order):
+    keys = [(prompt.id, sample) for prompt, sample in order]
+    assert len(set(keys)) == len(keys) == 24
+    assert {prompt.id for prompt, _ in order[:12]} == {prompt.id for prompt, _ in order}
+    assert [sample for _, sample in order[:4]] == [0, 1, 0, 1]
+    assert len({is_held_out(prompt.id, FRACTION) for prompt, _ in order[:2]}) == 2
+
+
+def test_greedy_response_is_the_base_models_own(engine, order, tmp_path):
+    responses = run(engine, order, tmp_path / "r.jsonl")
+    base = engine.model.base
+    for response in [response for response in responses if response.sample == 0][:4]:
+        prompt = torch.tensor([response.prompt_token_ids])
+        with torch.no_grad():
+            expected = base.generate(prompt, max_new_tokens=16, do_sample=False)[0, prompt.shape[1] :]
+        assert response.token_ids == expected.tolist()
+
+
+def test_ends_at_the_wanted_number_of_tokens(engine, order, tmp_path):
+    counts = [len(response.token_ids) for response in run(engine, order, tmp_path / "r.jsonl")]
+    assert sum(counts[:-1]) < 150 <= sum(counts)
+
+
+def test_says_so_when_the_prompts_do_not_suffice(engine, order, tmp_path, capsys):
+    responses = run(engine, order[:3], tmp_path / "r.jsonl", num_tokens=10_000)
+    assert len(responses) == 3
+    assert "10000 were wanted" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("num_steps", [3, 17, 30, 45])
+def test_interrupted_run_ends_with_the_same_file(engine, order, tmp_path, num_steps):
+    expected = run(engine, order, tmp_path / "whole.jsonl")
+    path = tmp_path / "r.jsonl"
+    with pytest.raises(KilledError):
+        run(Interrupting(engine, num_steps), order, path)
+    assert not engine.has_unfinished
+    with path.open("a") as file:  # a line that the kill tore
+        file.write('{"prompt_id": "p1", "kin')
+    assert run(engine, order, path) == expected
+    assert path.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+
+
+def test_what_is_there_is_not_made_again(engine, order, tmp_path):
+    path = tmp_path / "r.jsonl"
+    run(engine, order, path)
+    content = path.read_bytes()
+    nothing = Interrupting(engine, 0)
+    assert run(nothing, order, path) == run(engine, order, path)
+    shorter = run(nothing, order, path, num_tokens=20)
+    assert shorter == list(read_responses(path))[: len(shorter)]
+    assert path.read_bytes() == content
+    longer = run(engine, order, path, num_tokens=220)
+    assert path.read_bytes().startswith(content)
+    assert len(longer) > len(content.splitlines())
+
+
+def test_bad_line_in_the_middle_is_named(tmp_path):
+    path = tmp_path / "r.jsonl"
+    path.write_text(json.dumps({"prompt_id": "a"}) + "\n{}\n")
+    with pytest.raises(ValueError, match=r"r\.jsonl line 1 is not a response"):
+        list(read_responses(path))

@@ -1,0 +1,51 @@
+"""A tiny tokenizer, tiny prompts and random responses for the tests of training."""
+
+import json
+import random
+from pathlib import Path
+
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from hispec.train import Response
+
+
+def build_tokenizer(vocab_size: int = 64) -> PreTrainedTokenizerFast:
+    """One word a token: `w3` is token 3; the first three are special."""
+    words = ["<pad>", "<s>", "</s>", *(f"w{index}" for index in range(3, vocab_size))]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+    )
+
+
+def write_prompts(path: Path, num_prompts: int = 12) -> Path:
+    """A prompts file of two kinds."""
+    rng = random.Random(0)
+    lines = []
+    for number in range(num_prompts):
+        words = [f"w{rng.randrange(3, 64)}" for _ in range(rng.randint(1, 6))]
+        record = {"id": f"p{number}", "kind": "odd" if number % 2 else "even", "prompt": " ".join(words)}
+        lines.append(json.dumps(record))
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def random_responses(num_responses: int = 20, vocab_size: int = 64, seed: int = 0) -> list[Response]:
+    """Responses of 1 to 24 tokens to prompts of 1 to 6."""
+    rng = random.Random(seed)
+
+    def tokens(longest: int) -> list[int]:
+        return [rng.randrange(3, vocab_size) for _ in range(rng.randint(1, longest))]
+
+    return [
+        Response(
+            prompt_id=f"p{number // 2}",
+            kind="odd" if number // 2 % 2 else "even",
+            sample=number % 2,
+            prompt_token_ids=tokens(6),
+            token_ids=tokens(24),
+        )
+        for number in range(num_responses)
+    ]

@@ -1,0 +1,180 @@
+"""The state cache: what the frozen base computed over its own responses, memory-mapped for training.
+
+Rows are tokens, sequence after sequence, each a prompt and its response. T rows; R loss rows; D hidden size.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..heads import Backbone
+from .responses import Response, read_responses
+
+FORMAT = 1
+FINAL, LOG_NORMALISER, TOP_TOKEN = "final", "log_normaliser", "top_token"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """Rows of whole sequences side by side."""
+
+    lengths: list[int]
+    """Rows of each sequence."""
+    num_prompts: list[int]
+    """Prompt rows of each sequence."""
+    kinds: list[str]
+    """`Response.kind` of each sequence."""
+    positions: Tensor
+    """`[T]` int64, within each sequence."""
+    hidden: dict[int, Tensor]
+    """By exit layer: `[1, T, D]` in the base's dtype."""
+    final: Tensor
+    """`[T, D]`: the base's final state, after its final norm."""
+    log_normaliser: Tensor
+    """`[T]` float32: logsumexp of the base's logits, on loss rows."""
+    top_token: Tensor
+    """`[T]` int64: the base's most likely next token, on loss rows."""
+    loss_rows: Tensor
+    """`[R]` int64: see `pack_loss_rows`."""
+
+
+class StateCache:
+    """The cached columns of a folder that `extend_cache` made."""
+
+    def __init__(self, folder: Path) -> None:
+        index = read_index(folder)
+        self.folder = folder
+        self.dtype: torch.dtype = getattr(torch, index["dtype"])
+        self.exit_layers = tuple(sorted(cached_layers(index["num_rows"])))
+        self._columns = {
+            name: _map_column(folder, name, num_rows, self.dtype, index["hidden_size"])
+            for name, num_rows in index["num_rows"].items()
+        }
+        # Only sequences that every column has: an interruption may have left one column behind.
+        num_rows = min(index["num_rows"].values(), default=0)
+        self.sequences: list[Response] = []
+        self._starts: list[int] = []
+        start = 0
+        for sequence in read_responses(folder / "sequences.jsonl"):
+            if start + sequence.length > num_rows:
+                break
+            self.sequences.append(sequence)
+            self._starts.append(start)
+            start += sequence.length
+
+    def read(self, indices: Sequence[int], exit_layers: Sequence[int], backbone: Backbone) -> Batch:
+        """The sequences at `indices`, with the hidden states of `exit_layers`; layer 0 is embedded anew."""
+        sequences = [self.sequences[index] for index in indices]
+        lengths = [sequence.length for sequence in sequences]
+        num_prompts = [len(sequence.prompt_token_ids) for sequence in sequences]
+        rows = [
+            slice(self._starts[index], self._starts[index] + length)
+            for index, length in zip(indices, lengths, strict=True)
+        ]
+        device = backbone.device
+        positions = pack_positions(lengths).to(device)
+        hidden = {}
+        for exit_layer in exit_layers:
+            if exit_layer == 0:
+                with torch.no_grad():
+                    hidden[0] = backbone.embed(pack_token_ids(sequences).to(device), positions)
+            else:
+                hidden[exit_layer] = self._gather(layer_column(exit_layer), rows).to(device).unsqueeze(0)
+        return Batch(
+            lengths=lengths,
+            num_prompts=num_prompts,
+            kinds=[sequence.kind for sequence in sequences],
+            positions=positions,
+            hidden=hidden,
+            final=self._gather(FINAL, rows).to(device),
+            log_normaliser=self._gather(LOG_NORMALISER, rows).to(device),
+            top_token=self._gather(TOP_TOKEN, rows).to(device, torch.int64),
+            loss_rows=pack_loss_rows(lengths, num_prompts).to(device),
+        )
+
+    def _gather(self, name: str, rows: Sequence[slice]) -> Tensor:
+        if name not in self._columns:
+            have = ", ".join(map(str, self.exit_layers))
+            raise ValueError(
+                f"the cache {self.folder} has exit layers {have}, but no {name}; extend it first"
+            )
+        column = self._columns[name]
+        values = torch.from_numpy(np.concatenate([column[part] for part in rows]))
+        return values if column.ndim == 1 else values.view(self.dtype)
+
+
+def bytes_per_token(backbone: Backbone, exit_layers: Sequence[int]) -> int:
+    """Disk that one row takes."""
+    num_states = 1 + sum(layer > 0 for layer in exit_layers)
+    return num_states * backbone.hidden_size * backbone.dtype.itemsize + 8
+
+
+def layer_column(exit_layer: int) -> str:
+    """Name of the column of an exit layer's hidden states."""
+    return f"layer_{exit_layer}"
+
+
+def cached_layers(columns: Mapping[str, Any] | Sequence[str]) -> list[int]:
+    """The exit layers among the names of columns."""
+    return [int(name.removeprefix("layer_")) for name in columns if name.startswith("layer_")]
+
+
+def column_type(name: str, dtype: torch.dtype, hidden_size: int) -> tuple[type, int]:
+    """The numpy type of a column, and its width (0 for one value a row); 16-bit states are raw bits."""
+    if name == LOG_NORMALISER:
+        return np.float32, 0
+    if name == TOP_TOKEN:
+        return np.int32, 0
+    return (np.float32 if dtype == torch.float32 else np.int16), hidden_size
+
+
+def read_index(folder: Path) -> dict[str, Any]:
+    """How far each column is, and what the cache was made with; ValueError where there is no cache."""
+    path = folder / "index.json"
+    if not path.exists():
+        raise ValueError(f"{folder} holds no state cache; run hispec-train to make one")
+    index: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    if index["format"] != FORMAT:
+        raise ValueError(
+            f"the cache {folder} has format {index['format']}, this version reads {FORMAT}; remove it"
+        )
+    return index
+
+
+def pack_token_ids(sequences: Sequence[Response]) -> Tensor:  # [T] int64
+    """The tokens of whole sequences side by side."""
+    return torch.tensor(
+        [i for sequence in sequences for i in (*sequence.prompt_token_ids, *sequence.token_ids)]
+    )
+
+
+def pack_positions(lengths: Sequence[int]) -> Tensor:  # [T] int64
+    """Positions of whole sequences side by side."""
+    return torch.cat([torch.arange(length) for length in lengths])
+
+
+def pack_loss_rows(lengths: Sequence[int], num_prompts: Sequence[int]) -> Tensor:  # [R] int64
+    """Rows that hold a response token and are followed by one.
+
+    The row before the first response token is none of them: prefill gives that token, no draft does.
+    """
+    parts, start = [torch.empty(0, dtype=torch.int64)], 0
+    for length, num_prompt in zip(lengths, num_prompts, strict=True):
+        parts.append(torch.arange(start + num_prompt, max(start + num_prompt, start + length - 1)))
+        start += length
+    return torch.cat(parts)
+
+
+def _map_column(folder: Path, name: str, num_rows: int, dtype: torch.dtype, hidden_size: int) -> np.ndarray:
+    numpy_type, width = column_type(name, dtype, hidden_size)
+    shape = (num_rows, width) if width else (num_rows,)
+    # An empty file cannot be mapped.
+    if num_rows == 0:
+        return np.empty(shape, numpy_type)
+    return np.memmap(folder / f"{name}.bin", numpy_type, "r", shape=shape)

@@ -1,0 +1,186 @@
+"""The cache writer: the frozen base reads responses, teacher-forced, and its states go to disk.
+
+T rows of whole sequences side by side; D hidden size.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from ..heads import Backbone, DenseAttention
+from .cache import (
+    FINAL,
+    FORMAT,
+    LOG_NORMALISER,
+    TOP_TOKEN,
+    StateCache,
+    bytes_per_token,
+    cached_layers,
+    layer_column,
+    pack_loss_rows,
+    pack_positions,
+    pack_token_ids,
+    read_index,
+)
+from .responses import Response, read_responses, write_responses
+
+
+def extend_cache(
+    folder: Path,
+    responses: Sequence[Response],
+    backbone: Backbone,
+    exit_layers: Sequence[int],
+    *,
+    fingerprint: Mapping[str, Any],  # of the base
+    max_gb: float = 8.0,  # 1e9 bytes
+    batch_tokens: int = 4096,
+    show_progress: bool = True,
+) -> StateCache:
+    """Read `responses` with the base and keep what heads at `exit_layers` train on.
+
+    Goes on from what is there, and computes only what is missing: more responses or exit layers can be added
+    later. The responses that are cached already must be the first of `responses`. What would exceed `max_gb`
+    is left out, and that is said. Raises ValueError for a cache of another base or of other responses.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    index = _open_index(folder, backbone, fingerprint)
+    done: dict[str, int] = index["num_rows"]
+    wanted = {*(layer_column(layer) for layer in exit_layers if layer > 0), FINAL, LOG_NORMALISER, TOP_TOKEN}
+    done |= {name: 0 for name in sorted(wanted) if name not in done}
+    responses = responses[: _num_fitting(responses, cached_layers(done), backbone, max_gb)]
+    _keep_sequences(folder, responses)
+    _write_index(folder, index)
+    total = sum(response.length for response in responses)
+    num_done = min(total, *(done[name] for name in wanted))
+    stop = 0
+    with tqdm(total=total, initial=num_done, unit="tok", desc="cache", disable=not show_progress) as progress:
+        for batch in _pack(responses, batch_tokens):
+            start, stop = stop, stop + sum(response.length for response in batch)
+            missing = {name for name in wanted if done[name] < stop}
+            if missing:
+                for name, values in _compute(backbone, batch, missing):
+                    _write_rows(folder / f"{name}.bin", start, values)
+                done |= dict.fromkeys(missing, stop)
+                _write_index(folder, index)
+                progress.update(stop - max(start, num_done))
+    return StateCache(folder)
+
+
+@torch.inference_mode()
+def _compute(
+    backbone: Backbone, batch: Sequence[Response], missing: set[str]
+) -> Iterator[tuple[str, np.ndarray]]:
+    """The missing columns of one batch, in one pass that goes no deeper than it must."""
+    lengths = [response.length for response in batch]
+    device = backbone.device
+    positions = pack_positions(lengths).to(device)
+    attend = DenseAttention(lengths)
+    hidden = backbone.embed(pack_token_ids(batch).to(device), positions)
+    depth = 0
+    for layer in sorted(cached_layers(list(missing))):
+        hidden = backbone.run_layers(hidden, depth, layer, positions, attend)
+        depth = layer
+        yield layer_column(layer), _to_bits(hidden[0])
+    if missing.isdisjoint({FINAL, LOG_NORMALISER, TOP_TOKEN}):
+        return
+    hidden = backbone.run_layers(hidden, depth, backbone.num_layers, positions, attend)
+    final = backbone.final_norm(hidden)[0]
+    yield FINAL, _to_bits(final)
+    rows = pack_loss_rows(lengths, [len(response.prompt_token_ids) for response in batch]).to(device)
+    log_normaliser = torch.zeros(len(final), device=device)
+    top_token = torch.zeros(len(final), dtype=torch.int32, device=device)
+    for chunk in rows.split(256):
+        # float32 before the sum: a normaliser in bfloat16 would be off by some percent.
+        logits = backbone.logits(final[chunk]).float()
+        log_normaliser[chunk] = logits.logsumexp(-1)
+        top_token[chunk] = logits.argmax(-1).int()
+    yield LOG_NORMALISER, log_normaliser.cpu().numpy()
+    yield TOP_TOKEN, top_token.cpu().numpy()
+
+
+def _pack(responses: Sequence[Response], batch_tokens: int) -> Iterator[list[Response]]:
+    batch: list[Response] = []
+    for response in responses:
+        if batch and sum(other.length for other in batch) + response.length > batch_tokens:
+            yield batch
+            batch = []
+        batch.append(response)
+    if batch:
+        yield batch
+
+
+def _num_fitting(
+    responses: Sequence[Response], exit_layers: Sequence[int], backbone: Backbone, max_gb: float
+) -> int:
+    """How many responses fit into `max_gb`; says so where it is not all."""
+    max_rows = int(max_gb * 1e9) // bytes_per_token(backbone, exit_layers)
+    num_rows = np.cumsum([response.length for response in responses])
+    num_fitting = int(np.searchsorted(num_rows, max_rows, side="right"))
+    if num_fitting == 0:
+        raise ValueError(f"max_cache_gb is {max_gb}: not even the first response fits; allow more")
+    if num_fitting < len(responses):
+        tqdm.write(
+            f"the cache is bounded at {max_gb} GB (data.max_cache_gb), so that it takes {num_fitting} of "
+            f"{len(responses)} responses",
+            file=sys.stderr,
+        )
+    return num_fitting
+
+
+def _keep_sequences(folder: Path, responses: Sequence[Response]) -> None:
+    """Write down which sequences the rows are; raises ValueError where the cache has others."""
+    cached = list(read_responses(folder / "sequences.jsonl"))
+    num_common = min(len(cached), len(responses))
+    if cached[:num_common] != list(responses[:num_common]):
+        raise ValueError(
+            f"the cache {folder} was made of other responses; remove it or use another output folder"
+        )
+    if len(responses) > len(cached):
+        write_responses(folder / "sequences.jsonl", responses)
+
+
+def _to_bits(states: Tensor) -> np.ndarray:  # [T, D] -> [T, D]
+    states = states.contiguous().cpu()
+    return states.numpy() if states.dtype == torch.float32 else states.view(torch.int16).numpy()
+
+
+def _write_rows(path: Path, start: int, values: np.ndarray) -> None:
+    """Write rows at their place and bring them to the disk before the index counts them."""
+    with path.open("r+b" if path.exists() else "wb") as file:
+        file.seek(start * values[:1].nbytes)
+        file.write(np.ascontiguousarray(values).data.cast("B"))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _open_index(folder: Path, backbone: Backbone, fingerprint: Mapping[str, Any]) -> dict[str, Any]:
+    made_with = {
+        "format": FORMAT,
+        "fingerprint": dict(fingerprint),
+        "dtype": str(backbone.dtype).removeprefix("torch."),
+        "hidden_size": backbone.hidden_size,
+    }
+    if not (folder / "index.json").exists():
+        return {**made_with, "num_rows": {}}
+    index = read_index(folder)
+    for name, value in made_with.items():
+        if index[name] != value:
+            raise ValueError(
+                f"the cache {folder} was made with {name} {index[name]}, now it is {value}; "
+                "remove it or use another output folder"
+            )
+    return index
+
+
+def _write_index(folder: Path, index: Mapping[str, Any]) -> None:
+    temporary = folder / "index.json.partial"
+    temporary.write_text(json.dumps(index), encoding="utf-8")
+    temporary.replace(folder / "index.json")

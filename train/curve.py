@@ -1,0 +1,46 @@
+"""The training curve: one JSON line per held-out evaluation, in `metrics.jsonl`."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+class Curve:
+    """Appends to `path`; goes on at `step`: what stands after it is dropped, for it is made again."""
+
+    def __init__(
+        self,
+        path: Path,
+        step: int,
+        losses: Mapping[str, list[float]] | None = None,  # of a curve that was interrupted at `step`
+    ) -> None:
+        self.path = path
+        records = [record for record in read_curve(path) if record["step"] <= step]
+        path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+        self.last_step = records[-1]["step"] if records else -1
+        """Step of the last record; -1 where there is none."""
+        self.losses = {} if losses is None or self.last_step == step else dict(losses)
+        """Losses since the last record, by exit."""
+
+    def add(self, losses: Mapping[str, float]) -> None:
+        """Note the losses of one step, by exit; `write` averages them."""
+        for name, value in losses.items():
+            self.losses[name] = [*self.losses.get(name, []), value]
+
+    def write(self, record: dict[str, Any]) -> dict[str, Any]:
+        """Append `record` with the mean losses since the last one; returns what was written."""
+        losses = {name: round(sum(values) / len(values), 5) for name, values in self.losses.items()}
+        self.losses = {}
+        self.last_step = record["step"]
+        record = {**record, "loss": losses}
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+        return record
+
+
+def read_curve(path: Path) -> list[dict[str, Any]]:
+    """The records so far; a line torn by an interruption is left out."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1] if line]

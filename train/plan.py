@@ -1,0 +1,189 @@
+"""The plan: what a run would do, what of it is done already, and what the rest costs on this machine."""
+
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from ..checkpoints import fingerprint
+from ..heads import EarlyExitModel
+from ..infer import Engine, SamplingParams
+from ..recipes import Recipe
+from .cache import StateCache, bytes_per_token
+from .cache_writer import extend_cache
+from .exit_states import exit_heads
+from .pipeline import make_engine, make_model, resolve
+from .prompts import Prompt, is_held_out, read_prompts
+from .responses import Response, read_responses, render
+from .trainer import Trainer, newest_step
+
+NUM_PROBED = 16
+"""Prompts that the probe reads."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """What this machine does in a second, measured on a few prompts."""
+
+    responses: float
+    """Response tokens regenerated."""
+    cached: float
+    """Tokens, of prompts and responses, read into the cache."""
+    trained: float
+    """Response tokens trained on, by all heads."""
+
+
+def describe_plan(
+    recipe: Recipe, base: PreTrainedModel, tokenizer: Any, *, cache_layers: Sequence[int] = ()
+) -> str:
+    """The plan of a run as text; takes a few seconds of measuring and writes nothing that stays."""
+    recipe = resolve(recipe, base)
+    assert recipe.heads.exit_layers is not None
+    prompts = read_prompts(recipe.data.prompts_path())
+    engine = make_engine(base, tokenizer, prompts, recipe.data)
+    rendered = [render(engine, prompt) for prompt in prompts]
+    layers = sorted({*recipe.heads.exit_layers, *cache_layers})
+    rates = probe(recipe, base, engine, rendered, layers)
+    model = make_model(base, recipe, [])
+    lines = [
+        _describe_base(recipe, base, model),
+        *_describe_heads(model),
+        _describe_data(recipe, prompts),
+        *_describe_stages(recipe, model, rates, layers, sum(map(len, rendered)) / len(rendered)),
+    ]
+    return "\n".join(lines)
+
+
+def probe(
+    recipe: Recipe,
+    base: PreTrainedModel,
+    engine: Engine,
+    rendered: Sequence[list[int]],
+    layers: Sequence[int],
+) -> Rates:
+    """Run each stage on a few prompts and take the time."""
+    for token_ids in rendered[: recipe.data.batch_size]:
+        engine.add_request(token_ids, SamplingParams(max_new_tokens=8, ignore_eos=True))
+    seconds, num_tokens = [], 0
+    while engine.has_unfinished:
+        start = time.perf_counter()
+        num_tokens += sum(len(completion.token_ids) for completion in engine.step())
+        seconds.append(time.perf_counter() - start)
+    # The steps that read prompts in are the slowest; a response has far more of the others.
+    per_token = sorted(seconds)[len(seconds) // 4] / min(len(rendered), recipe.data.batch_size)
+    # What follows needs no real responses, only rows: the later part of a prompt stands for one.
+    samples = [
+        Response(
+            prompt_id=str(number),
+            kind="",
+            sample=0,
+            prompt_token_ids=token_ids[: max(1, len(token_ids) // 4)],
+            token_ids=token_ids[max(1, len(token_ids) // 4) :],
+        )
+        for number, token_ids in enumerate(rendered[:NUM_PROBED])
+        if len(token_ids) > 1
+    ]
+    num_rows = sum(sample.length for sample in samples)
+    with tempfile.TemporaryDirectory() as folder:
+        backbone = EarlyExitModel.from_configs(base, []).backbone
+        start = time.perf_counter()
+        cache = extend_cache(
+            Path(folder) / "cache",
+            samples,
+            backbone,
+            layers,
+            fingerprint=fingerprint(base),
+            show_progress=False,
+        )
+        cached = num_rows / (time.perf_counter() - start)
+        trained = _probe_training(recipe, base, cache, Path(folder))
+    return Rates(responses=1 / per_token, cached=cached, trained=trained)
+
+
+def _probe_training(recipe: Recipe, base: PreTrainedModel, cache: StateCache, folder: Path) -> float:
+    model = make_model(base, recipe, cache.sequences)
+    if not any(True for _ in model.heads.parameters()):
+        return float("inf")
+    everything = list(range(len(cache.sequences)))
+    num_tokens = sum(len(sequence.token_ids) for sequence in cache.sequences)
+    settings = replace(recipe.training, batch_tokens=num_tokens, num_epochs=2, max_steps=2)
+    trainer = Trainer(model, cache, everything, everything, folder, **asdict(settings))
+    trainer.step()
+    start = time.perf_counter()
+    trainer.step()
+    return num_tokens / (time.perf_counter() - start)
+
+
+def _describe_base(recipe: Recipe, base: PreTrainedModel, model: EarlyExitModel) -> str:
+    size = sum(parameter.numel() for parameter in base.parameters())
+    return (
+        f"base       {recipe.model.source}: {model.backbone.num_layers} layers, "
+        f"{size / 1e6:.1f}M parameters, {str(base.dtype).removeprefix('torch.')} on {base.device}"
+    )
+
+
+def _describe_heads(model: EarlyExitModel) -> list[str]:
+    lines = []
+    for head in exit_heads(model):
+        config = head.config
+        size = sum(parameter.numel() for parameter in head.parameters())
+        context = " with committed context" if config.committed_context else ""
+        vocabulary = config.draft_vocab_size or model.backbone.vocab_size
+        lines.append(
+            f"head       exit layer {config.exit_layer}: {config.kind}{context}, "
+            f"{size / 1e6:.2f}M parameters, scores {vocabulary} of {model.backbone.vocab_size} tokens"
+        )
+    return lines
+
+
+def _describe_data(recipe: Recipe, prompts: Sequence[Prompt]) -> str:
+    kinds = ", ".join(f"{kind} {count}" for kind, count in Counter(p.kind for p in prompts).most_common())
+    num_held_out = sum(is_held_out(prompt.id, recipe.data.held_out_fraction) for prompt in prompts)
+    return f"data       {recipe.data.prompts}: {len(prompts)} prompts ({kinds}), {num_held_out} held out"
+
+
+def _describe_stages(
+    recipe: Recipe, model: EarlyExitModel, rates: Rates, layers: Sequence[int], mean_prompt: float
+) -> list[str]:
+    folder, data, training = recipe.output_folder(), recipe.data, recipe.training
+    made = [len(response.token_ids) for response in read_responses(folder / "responses.jsonl")]
+    mean_response = sum(made) / len(made) if made else 0.6 * data.max_new_tokens
+    num_rows = int(data.num_tokens * (1 + mean_prompt / mean_response))
+    bytes_per_row = bytes_per_token(model.backbone, layers)
+    num_rows = min(num_rows, int(data.max_cache_gb * 1e9) // bytes_per_row)
+    num_cached = 0
+    if (folder / "cache" / "index.json").exists():
+        num_cached = sum(sequence.length for sequence in StateCache(folder / "cache").sequences)
+    num_trained = int(num_rows * mean_response / (mean_prompt + mean_response) * (1 - data.held_out_fraction))
+    num_steps = max(1, training.num_epochs * num_trained // training.batch_tokens)
+    num_steps = min(num_steps, training.max_steps or num_steps)
+    done = newest_step(folder)
+    left = {
+        "responses": max(0, data.num_tokens - sum(made)) / rates.responses,
+        "cache": max(0, num_rows - num_cached) / rates.cached,
+        "train": max(0, num_steps - done) * training.batch_tokens / rates.trained,
+    }
+    size = sum(parameter.numel() for parameter in model.heads.parameters())
+    weights = sum(p.numel() * p.element_size() for p in model.base.parameters())
+    disk = num_rows * bytes_per_row + 2 * 12 * size + size * model.backbone.dtype.itemsize
+    memory = weights + 16 * size + training.batch_tokens * 64 * model.backbone.hidden_size * len(model.heads)
+    return [
+        f"responses  {data.num_tokens} tokens, {sum(made)} done: {_time(left['responses'])} "
+        f"at {rates.responses:.0f} tokens/s",
+        f"cache      about {num_rows} tokens, {num_cached} done: {_time(left['cache'])} "
+        f"at {rates.cached:.0f} tokens/s",
+        f"train      about {num_steps} steps of {training.batch_tokens} tokens, {done} done: "
+        f"{_time(left['train'])} at {rates.trained:.0f} tokens/s",
+        f"in all     {_time(sum(left.values()))}; {disk / 1e9:.1f} GB of disk in {folder}, "
+        f"about {memory / 1e9:.1f} GB of memory and the KV cache of {data.batch_size} responses",
+    ]
+
+
+def _time(seconds: float) -> str:
+    minutes = round(seconds / 60)
+    return f"{minutes // 60} h {minutes % 60:02d} min" if minutes >= 60 else f"{minutes} min"

@@ -1,0 +1,213 @@
+"""Responses: what the base model itself answers to the prompts; heads are trained on these alone."""
+
+import hashlib
+import json
+import math
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from ..infer import Completion, Engine, SamplingParams
+from .prompts import Prompt, is_held_out
+
+
+@dataclass(frozen=True, kw_only=True)
+class Response:
+    """One answer of the base model."""
+
+    prompt_id: str
+    """`Prompt.id`."""
+    kind: str
+    """`Prompt.kind`."""
+    sample: int
+    """0 is the greedy answer; every other number is a sampled one with a seed of its own."""
+    prompt_token_ids: list[int]
+    """The rendered prompt, up to where the answer starts."""
+    token_ids: list[int]
+    """The answer, its end-of-sequence token included."""
+
+    @property
+    def length(self) -> int:
+        """Tokens of the prompt and the answer."""
+        return len(self.prompt_token_ids) + len(self.token_ids)
+
+
+def response_order(
+    prompts: Sequence[Prompt],
+    *,
+    greedy: bool,  # whether sample 0 is asked for
+    num_sampled: int,
+    held_out_fraction: float,
+    seed: int,
+) -> list[tuple[Prompt, int]]:
+    """Every (prompt, sample) once; any beginning of it has prompts, kinds, samples and the split evenly."""
+    shuffled = sorted(prompts, key=lambda prompt: _item_seed(seed, prompt.id, -1))
+    held_out = [prompt for prompt in shuffled if is_held_out(prompt.id, held_out_fraction)]
+    training = [prompt for prompt in shuffled if not is_held_out(prompt.id, held_out_fraction)]
+    spread = [(place / len(held_out), prompt) for place, prompt in enumerate(held_out)]
+    spread += [(place / len(training), prompt) for place, prompt in enumerate(training)]
+    shuffled = [prompt for _, prompt in sorted(spread, key=lambda item: item[0])]
+    samples = range(0 if greedy else 1, num_sampled + 1)
+    return [
+        (prompt, samples[(lap + place) % len(samples)])
+        for lap in range(len(samples))
+        for place, prompt in enumerate(shuffled)
+    ]
+
+
+def regenerate(
+    engine: Engine,
+    order: Sequence[tuple[Prompt, int]],
+    path: Path,
+    *,
+    num_tokens: int,
+    max_new_tokens: int,
+    temperature: float,
+    max_num_seqs: int,
+    seed: int,
+) -> list[Response]:
+    """Answer the prompts in order until `num_tokens` response tokens are there, from what `path` holds on.
+
+    Each answer is appended to `path` and flushed when it is finished, so that an interruption costs only what
+    was being written. At the end the file is put in order and cut to what was wanted: the same prompts and
+    seed give the same file, however often the work was interrupted (but for near ties, which in 16 bits
+    can fall differently in another batch). A file that has enough is left as it is.
+    """
+    _drop_torn_line(path)
+    finished = _read_finished(path)
+    keys = [(prompt.id, sample) for prompt, sample in order]
+    responses = _beginning(finished, keys, num_tokens)
+    if list(finished) == keys[: len(finished)] and _count(responses) >= num_tokens:
+        return responses
+    left = [item for item, key in zip(order, keys, strict=True) if key not in finished]
+    # Answers that an interrupted run skipped over, because longer ones finish later.
+    last = max((place for place, key in enumerate(keys) if key in finished), default=0)
+    num_skipped = sum(key not in finished for key in keys[:last])
+    running: dict[int, tuple[Prompt, int]] = {}
+    waiting = iter(left)
+    num_finished = _count(finished.values())
+    with (
+        path.open("a", encoding="utf-8") as file,
+        tqdm(total=num_tokens, initial=num_finished, unit="tok", desc="responses") as progress,
+    ):
+        try:
+            while True:
+                # What runs now will bring tokens too: without counting them, the end would be far overshot.
+                expected = num_finished + len(running) * max_new_tokens / 2
+                mean = expected / (len(finished) + len(running)) if expected else max_new_tokens / 2
+                num_missing = math.ceil((num_tokens - num_finished) / mean) - len(running)
+                num_free = min(max_num_seqs - len(running), max(0, num_missing, num_skipped))
+                for prompt, sample in islice(waiting, num_free):
+                    params = SamplingParams(
+                        max_new_tokens=max_new_tokens,
+                        temperature=temperature if sample else 0.0,
+                        seed=_item_seed(seed, prompt.id, sample) if sample else None,
+                    )
+                    running[engine.add_request(render(engine, prompt), params)] = (prompt, sample)
+                num_skipped = max(0, num_skipped - num_free)
+                if not running:
+                    break
+                for completion in engine.step():
+                    response = _response(*running.pop(completion.request_id), completion)
+                    file.write(json.dumps(asdict(response)) + "\n")
+                    file.flush()
+                    finished[response.prompt_id, response.sample] = response
+                    num_finished += len(response.token_ids)
+                    progress.update(len(response.token_ids))
+        finally:
+            for request_id in running:
+                engine.abort(request_id)
+    responses = _beginning(finished, keys, num_tokens)
+    write_responses(path, responses)
+    if num_finished < num_tokens:
+        text = f"all prompts are answered: {num_finished} response tokens, {num_tokens} were wanted"
+        tqdm.write(text, file=sys.stderr)
+    return responses
+
+
+def read_beginning(path: Path, order: Sequence[tuple[Prompt, int]]) -> list[Response]:
+    """What is finished in the order of `order`, up to the first missing one; also while `path` grows."""
+    return _beginning(_read_finished(path), [(prompt.id, sample) for prompt, sample in order], float("inf"))
+
+
+def render(engine: Engine, prompt: Prompt) -> list[int]:
+    """Token ids of a prompt as a user's turn of the chat template, or as raw text where the base has none."""
+    has_template = getattr(engine.tokenizer, "chat_template", None) is not None
+    return engine.encode([{"role": "user", "content": prompt.text}] if has_template else prompt.text)
+
+
+def _response(prompt: Prompt, sample: int, completion: Completion) -> Response:
+    return Response(
+        prompt_id=prompt.id,
+        kind=prompt.kind,
+        sample=sample,
+        prompt_token_ids=list(completion.prompt_token_ids),
+        token_ids=list(completion.token_ids),
+    )
+
+
+def _item_seed(seed: int, prompt_id: str, sample: int) -> int:
+    digest = hashlib.sha256(f"{seed}/{sample}/{prompt_id}".encode()).digest()
+    return int.from_bytes(digest[:4], "big")
+
+
+def _count(responses: Iterable[Response]) -> int:
+    return sum(len(response.token_ids) for response in responses)
+
+
+def _beginning(
+    finished: Mapping[tuple[str, int], Response], keys: Sequence[tuple[str, int]], num_tokens: float
+) -> list[Response]:
+    """The finished responses in the order of `keys`, up to a missing one or up to `num_tokens` tokens."""
+    responses: list[Response] = []
+    num_read = 0
+    for key in keys:
+        if key not in finished or num_read >= num_tokens:
+            break
+        responses.append(finished[key])
+        num_read += len(finished[key].token_ids)
+    return responses
+
+
+def _read_finished(path: Path) -> dict[tuple[str, int], Response]:
+    return {(response.prompt_id, response.sample): response for response in read_responses(path)}
+
+
+def read_responses(path: Path) -> Iterator[Response]:
+    """Every response of a file, in its order, without a torn last line; ValueError names a bad line."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):
+                return  # torn by an interruption: that answer is made again
+            try:
+                record: dict[str, Any] = json.loads(line)
+                yield Response(**record)
+            except (ValueError, TypeError):
+                raise ValueError(
+                    f"{path} line {number} is not a response; delete the line, then run again"
+                ) from None
+
+
+def _drop_torn_line(path: Path) -> None:
+    if path.exists():
+        data = path.read_bytes()
+        if not data.endswith(b"\n"):
+            os.truncate(path, data.rfind(b"\n") + 1)
+
+
+def write_responses(path: Path, responses: Sequence[Response]) -> None:
+    """Replace `path` by these responses, at once or not at all."""
+    temporary = path.with_name(path.name + ".partial")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(asdict(response)) + "\n" for response in responses)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)

@@ -1,0 +1,62 @@
+"""Windows: which final state a row takes as its committed context in training and in evaluation.
+
+T rows of whole sequences side by side, each a prompt and its response.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..heads import context_positions
+
+
+def random_windows(
+    lengths: Sequence[int],
+    num_prompts: Sequence[int],
+    max_window: int,
+    seed: int,
+) -> Tensor:  # [T] int64, newest row with a known final state, counted within each sequence
+    """Response rows cut at random into windows of 1 to `max_window` rows, as drafts meet them in inference.
+
+    All rows of a window that starts at row s know the final states up to s - 1.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    parts = []
+    for length, num_prompt in zip(lengths, num_prompts, strict=True):
+        num_rows = length - num_prompt
+        sizes = torch.randint(1, max_window + 1, (num_rows,), generator=generator)
+        starts = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])[:num_rows]
+        first_row = starts.repeat_interleave(sizes)[:num_rows]
+        parts.append(torch.cat([torch.arange(num_prompt), num_prompt + first_row]) - 1)
+    return torch.cat(parts)
+
+
+def fixed_distance(
+    lengths: Sequence[int],
+    num_prompts: Sequence[int],
+    distance: int,  # rows back to the newest committed one, at least 1
+) -> Tensor:  # [T] int64, as in `random_windows`
+    """Every response row knows the final states up to `distance` rows back, and those of the prompt."""
+    parts = []
+    for length, num_prompt in zip(lengths, num_prompts, strict=True):
+        rows = torch.arange(length)
+        known = (rows - distance).clamp_min(num_prompt - 1)
+        parts.append(torch.minimum(known, rows - 1))
+    return torch.cat(parts)
+
+
+def gather_context(
+    final: Tensor,  # [T, D]
+    lengths: Sequence[int],
+    positions: Tensor,  # [T] int64, within each sequence
+    last_known: Tensor,  # [T] int64, from one of the functions above
+) -> Tensor:  # [1, T, D]
+    """The committed context of every row; zeros where nothing is known yet."""
+    starts = torch.tensor([0, *lengths[:-1]], device=final.device).cumsum(0)
+    starts = starts.repeat_interleave(torch.tensor(lengths, device=final.device))
+    index = context_positions(positions, last_known.to(final.device))
+    # One row of zeros goes first, so that "none yet" has a row to point at.
+    rows = torch.where(index < 0, 0, index + 1)
+    return F.pad(final, (0, 0, 1, 0))[rows].unsqueeze(0)
