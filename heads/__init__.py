@@ -2,7 +2,7 @@
 
 from .attention import DenseAttention
 from .backbone import ARCHITECTURES, Attend, Backbone
-from .config import ExitHeadConfig, HeadKind, check_exit_layers
+from .config import ExitHeadConfig, HeadKind, check_exit_layers, head_kinds
 from .early_exit_model import EarlyExitModel
 from .exit_head import ExitHead, context_positions
 
@@ -17,4 +17,5 @@ __all__ = [
     "HeadKind",
     "check_exit_layers",
     "context_positions",
+    "head_kinds",
 ]

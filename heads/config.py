@@ -1,5 +1,6 @@
 """What an exit head is made of."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
@@ -32,6 +33,18 @@ class ExitHeadConfig:
     def to_dict(self) -> dict[str, Any]:
         """The config as JSON-ready values."""
         return asdict(self)
+
+
+def head_kinds(kinds: HeadKind | Sequence[HeadKind], num_exits: int) -> tuple[HeadKind, ...]:
+    """One kind for each exit; raises ValueError where a list of them is not as long as the exits."""
+    if isinstance(kinds, str):
+        return (kinds,) * num_exits
+    if len(kinds) != num_exits:
+        raise ValueError(
+            f"{len(kinds)} head kinds ({','.join(kinds)}) are given for {num_exits} exit layers; "
+            "give one for each, or a single one for all"
+        )
+    return tuple(kinds)
 
 
 def check_exit_layers(exit_layers: tuple[int, ...], num_layers: int) -> None:

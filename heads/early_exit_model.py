@@ -5,12 +5,11 @@ T tokens side by side in a packed batch; D hidden size; V vocabulary; V_d draft 
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .backbone import Backbone, LmHeadRows
-from .config import ExitHeadConfig, HeadKind, check_exit_layers
+from .config import ExitHeadConfig, HeadKind, check_exit_layers, head_kinds
 from .exit_head import ExitHead
 
 
@@ -40,13 +39,13 @@ class EarlyExitModel(nn.Module):
         cls,
         base: PreTrainedModel,
         exit_layers: Sequence[int] = (4, 8),
-        head: HeadKind = "block",
+        head: HeadKind | Sequence[HeadKind] = "block",
         draft_vocab_size: int | None = None,
         *,
         draft_vocab_ids: Tensor | None = None,  # [V_d] int64, distinct
         committed_context: bool = False,
     ) -> "EarlyExitModel":
-        """New heads, copy-initialised from `base`.
+        """New heads, copy-initialised from `base`, all of one kind or each of its own.
 
         `exit_layers` count the decoder layers run, rising. A draft vocabulary is `draft_vocab_ids`, or else the
         `draft_vocab_size` lowest ids (a BPE vocabulary is roughly sorted by frequency). Raises ValueError for exit
@@ -54,17 +53,16 @@ class EarlyExitModel(nn.Module):
         """
         if draft_vocab_ids is not None:
             draft_vocab_size = len(draft_vocab_ids)
+        check_exit_layers(tuple(exit_layers), base.config.num_hidden_layers)
         configs = [
             ExitHeadConfig(
                 exit_layer=exit_layer,
-                kind=head,
+                kind=kind,
                 committed_context=committed_context,
                 draft_vocab_size=draft_vocab_size,
             )
-            for exit_layer in exit_layers
+            for exit_layer, kind in zip(exit_layers, head_kinds(head, len(exit_layers)), strict=True)
         ]
-        if not configs:
-            check_exit_layers((), base.config.num_hidden_layers)
         model = cls(base, configs)
         if draft_vocab_ids is not None:
             for exit_head in model.heads:
@@ -101,8 +99,3 @@ class EarlyExitModel(nn.Module):
         result = super()._apply(fn, recurse)
         self.refresh_draft_vocab()
         return result
-
-    @torch.no_grad()
-    def target_logits(self, hidden: Tensor) -> Tensor:  # [..., D] at the full depth -> [..., V]
-        """The base's own logits."""
-        return self.backbone.logits(self.backbone.final_norm(hidden))

@@ -16,21 +16,27 @@ class Detokenizer:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         self._token_ids: list[int] = []
-        self._text = ""
+        # Tokens from here on are decoded again: those before `_num_read`, whose text is out already, show the
+        # tokenizer where the new ones stand (a first word may lose its leading space).
+        self._start = 0
+        self._num_read = 0
 
     def push(self, token_ids: Items[int]) -> str:
         """Add tokens; the text that is certain now."""
         self._token_ids.extend(token_ids)
-        text = decode(self._tokenizer, self._token_ids)
-        return "" if text.endswith(REPLACEMENT) else self._emit(text)
+        return self._read(is_last=False)
 
     def finish(self) -> str:
         """What was held back, even if it is no whole character."""
-        return self._emit(decode(self._tokenizer, self._token_ids))
+        return self._read(is_last=True)
 
-    def _emit(self, text: str) -> str:
-        piece, self._text = text[len(self._text) :], text
-        return piece
+    def _read(self, *, is_last: bool) -> str:
+        before = decode(self._tokenizer, self._token_ids[self._start : self._num_read])
+        text = decode(self._tokenizer, self._token_ids[self._start :])
+        if text.endswith(REPLACEMENT) and not is_last:
+            return ""
+        self._start, self._num_read = self._num_read, len(self._token_ids)
+        return text[len(before) :]
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, token_ids: Items[int]) -> str:

@@ -117,35 +117,40 @@ class Hierarchy:
     ) -> list[Rows]:
         """Apply each sequence's sampling parameters to its rows."""
         counts = [stop - start for start, stop in bounds]
+        ids = logits.argmax(-1)
+        ids = ids if vocab_ids is None else vocab_ids[ids]
         if all(sequence.params.is_greedy for sequence in sequences):
-            ids = logits.argmax(-1)
-            ids = ids if vocab_ids is None else vocab_ids[ids]
             return [Rows(part, None) for part in ids.split(counts)]
-        return [
-            self._read_one(part, sequence, start, vocab_ids)
-            for part, sequence, (start, _) in zip(logits.split(counts), sequences, bounds, strict=True)
-        ]
+        probs = self._probs(logits, sequences, counts, vocab_ids)
+        rows = []
+        for sequence, bound, part, greedy_ids in zip(
+            sequences, bounds, probs.split(counts), ids.split(counts), strict=True
+        ):
+            if sequence.params.is_greedy:
+                rows.append(Rows(greedy_ids, None))
+            elif sequence.uses_rejection:
+                rows.append(Rows(None, part))
+            else:
+                # The row at position t chooses the token at position t + 1.
+                noise = torch.stack([self._noise(sequence, position + 1) for position in range(*bound)])
+                rows.append(Rows((part.log() + noise.to(part.device)).argmax(-1), None))
+        return rows
 
-    def _read_one(self, logits: Tensor, sequence: Sequence, start: int, vocab_ids: Tensor | None) -> Rows:
-        params, device = sequence.params, logits.device
-        if params.is_greedy:
-            ids = logits.argmax(-1)
-            return Rows(ids if vocab_ids is None else vocab_ids[ids], None)
-        count = len(logits)
+    def _probs(
+        self, logits: Tensor, sequences: list[Sequence], counts: list[int], vocab_ids: Tensor | None
+    ) -> Tensor:  # [R, V]; rows of greedy sequences mean nothing
+        params = [sequence.params for sequence, count in zip(sequences, counts, strict=True) for _ in range(count)]
+        device = logits.device
         probs = to_probs(
             logits,
-            torch.full((count,), params.temperature, device=device),
-            torch.full((count,), params.top_k, device=device),
-            torch.full((count,), params.top_p, device=device),
+            torch.tensor([1.0 if each.is_greedy else each.temperature for each in params], device=device),
+            torch.tensor([each.top_k for each in params], device=device),
+            torch.tensor([each.top_p for each in params], device=device),
         )
-        if vocab_ids is not None:
-            full = torch.zeros(count, self._runner.model.backbone.vocab_size, device=device)
-            probs = full.index_copy_(1, vocab_ids, probs)
-        if params.seed is None:
-            return Rows(None, probs)
-        # The row at position t chooses the token at position t + 1.
-        noise = torch.stack([self._noise(sequence, position + 1) for position in range(start, start + count)])
-        return Rows((probs.log() + noise.to(device)).argmax(-1), None)
+        if vocab_ids is None:
+            return probs
+        full = torch.zeros(len(probs), self._runner.model.backbone.vocab_size, device=device)
+        return full.index_copy_(1, vocab_ids, probs)
 
     def _noise(self, sequence: Sequence, position: int) -> Tensor:
         if position not in sequence.noise:

@@ -3,6 +3,7 @@
 R rows, V vocabulary.
 """
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -47,14 +48,6 @@ def gumbel_noise(seed: int, position: int, vocab_size: int) -> Tensor:  # [V] fl
     `argmax(log probs + noise)` is a draw from `probs`; levels that share the noise tend to the same token
     (drafter-invariant speculative decoding, Daliri et al. 2024).
     """
-    generator = torch.Generator().manual_seed(_mix(seed, position))
-    return -torch.empty(vocab_size).exponential_(generator=generator).log()
-
-
-def _mix(seed: int, position: int) -> int:
-    """A 63-bit key in which neighbouring seeds and positions are unrelated (the finaliser of SplitMix64)."""
-    mask = (1 << 64) - 1
-    key = (seed * 0x9E3779B97F4A7C15 + position * 0xD1B54A32D192ED03) & mask
-    key = ((key ^ (key >> 30)) * 0xBF58476D1CE4E5B9) & mask
-    key = ((key ^ (key >> 27)) * 0x94D049BB133111EB) & mask
-    return (key ^ (key >> 31)) >> 1
+    # Philox is keyed by design: neighbouring seeds and positions are unrelated.
+    generator = np.random.Generator(np.random.Philox(key=np.array([seed % 2**64, position], dtype=np.uint64)))
+    return -torch.from_numpy(generator.standard_exponential(vocab_size, dtype=np.float32)).log()

@@ -51,9 +51,9 @@ def _convert(hint: Any, value: object, where: str) -> object:
             raise ValueError(f"{where} is {value!r}; choose one of {', '.join(get_args(hint))}")
         return value
     if get_origin(hint) is tuple:
-        if not isinstance(value, list | tuple) or any(type(item) is not int for item in value):
-            raise ValueError(f"{where} is {value!r}; it must be a list of whole numbers, for example [4, 8]")
-        return tuple(value)
+        if not isinstance(value, list | tuple):
+            raise ValueError(f"{where} is {value!r}; it must be a list, for example [4, 8]")
+        return tuple(_convert(get_args(hint)[0], item, f"{where}[{place}]") for place, item in enumerate(value))
     if hint is float and type(value) is int:
         return float(value)
     if type(value) is not hint:

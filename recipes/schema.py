@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import yaml
 
-from ..heads.config import ExitHeadConfig, HeadKind, check_exit_layers
+from ..heads import ExitHeadConfig, HeadKind, check_exit_layers, head_kinds
 from .plain_values import parse
 
 LossName = Literal["forward_kl", "total_variation"]
@@ -26,12 +26,12 @@ class ModelRecipe:
 
 @dataclass(frozen=True, kw_only=True)
 class HeadsRecipe:
-    """Which exit heads, all of one kind."""
+    """Which exit heads."""
 
     exit_layers: tuple[int, ...] | None = None
     """Number of decoder layers run before each head, rising; None is about 1/8 and 1/4 of the depth."""
-    kind: HeadKind = "block"
-    """What stands between the hidden state and the LM head; see `ExitHeadConfig.kind`."""
+    kinds: tuple[HeadKind, ...] = ("block",)
+    """What stands between the hidden state and the LM head, see `ExitHeadConfig.kind`: one for each exit, or for all."""
     committed_context: bool = True
     """Whether a head also sees the base's final state of the newest committed token."""
     draft_vocab_size: int | None = 8192
@@ -41,18 +41,19 @@ class HeadsRecipe:
         # The depth of the base is not known yet, so only what holds for every depth is checked here.
         if self.exit_layers is not None:
             check_exit_layers(self.exit_layers, max((*self.exit_layers, 0)) + 1)
-        self.configs(self.exit_layers or (1,))
+        self.configs(self.exit_layers or (1,) * len(self.kinds))
 
     def configs(self, exit_layers: tuple[int, ...]) -> list[ExitHeadConfig]:
-        """One head config per exit layer."""
+        """One head config per exit layer; a `shared` head has no context to take."""
+        kinds = self.kinds[0] if len(self.kinds) == 1 else self.kinds
         return [
             ExitHeadConfig(
                 exit_layer=exit_layer,
-                kind=self.kind,
-                committed_context=self.committed_context,
+                kind=kind,
+                committed_context=self.committed_context and kind != "shared",
                 draft_vocab_size=self.draft_vocab_size,
             )
-            for exit_layer in exit_layers
+            for exit_layer, kind in zip(exit_layers, head_kinds(kinds, len(exit_layers)), strict=True)
         ]
 
 

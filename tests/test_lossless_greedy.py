@@ -1,59 +1,23 @@
 """Greedy output of every method is the base's own, token for token."""
 
-import copy
 import itertools
 
 import pytest
 import torch
-from hispec.heads import EarlyExitModel
 from hispec.infer import Engine, SamplingParams
+
+from .models import build_heads, reference, shallow
 
 GENERATOR = torch.Generator().manual_seed(7)
 LENGTHS = (1, 2, 15, 16, 17, 33, 3, 40)
 PROMPTS = [torch.randint(3, 64, (length,), generator=GENERATOR).tolist() for length in LENGTHS]
 
 
-def reference(base, prompt, max_new_tokens, **options):
-    output = base.generate(
-        torch.tensor([prompt]),
-        attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
-        max_new_tokens=max_new_tokens,
-        do_sample=False,
-        **options,
-    )
-    return output[0, len(prompt) :].tolist()
-
-
-def build(base, quality, exit_layers=(2, 4), **options):
-    """Heads that agree with the base always (`good`), by chance (`random`) or never (`adversarial`)."""
-    model = EarlyExitModel.from_base(base, exit_layers, **options)
-    torch.manual_seed(3)
-    if quality == "random":
-        with torch.no_grad():
-            for parameter in model.heads.parameters():
-                parameter.add_(torch.randn_like(parameter) * 0.3)
-    if quality == "adversarial":
-        for head in model.heads:
-            head.register_forward_hook(lambda *arguments: -arguments[-1])
-    return model
-
-
-def shallow(base, num_layers):
-    """The base with its layers past `num_layers` turned into the identity: raw exits there are perfect."""
-    base = copy.deepcopy(base)
-    layers = base.model.decoder.layers if base.config.model_type == "opt" else base.model.layers
-    for layer in list(layers)[num_layers:]:
-        for name, parameter in layer.named_parameters():
-            if any(part in name for part in ("o_proj", "down_proj", "out_proj", "fc2")):
-                torch.nn.init.zeros_(parameter)
-    return base
-
-
 @pytest.mark.parametrize("method", ["autoregressive", "single-layer", "hispec"])
 @pytest.mark.parametrize("context", [False, True])
 def test_every_architecture(any_base, method, context):
-    model = build(any_base, "random", committed_context=context)
-    expected = [reference(any_base, prompt, 24, eos_token_id=None) for prompt in PROMPTS]
+    model = build_heads(any_base, "random", committed_context=context)
+    expected = [reference(any_base, prompt, 24) for prompt in PROMPTS]
     engine = Engine(model, method=method, num_draft_tokens=3, num_blocks=64, block_size=8)
     params = SamplingParams(max_new_tokens=24, ignore_eos=True)
     assert [completion.token_ids for completion in engine.generate(PROMPTS, params)] == expected
@@ -66,8 +30,8 @@ def test_every_architecture(any_base, method, context):
 def test_every_head(base, quality, kind, method):
     if quality == "good":
         base = shallow(base, 2)
-    model = build(base, quality, head=kind, committed_context=kind != "shared")
-    expected = [reference(base, prompt, 20, eos_token_id=None) for prompt in PROMPTS]
+    model = build_heads(base, quality, head=kind, committed_context=kind != "shared")
+    expected = [reference(base, prompt, 20) for prompt in PROMPTS]
     engine = Engine(model, method=method, num_draft_tokens=2, num_blocks=64)
     completions = engine.generate(PROMPTS, SamplingParams(max_new_tokens=20, ignore_eos=True))
     assert [completion.token_ids for completion in completions] == expected
@@ -78,9 +42,9 @@ def test_every_head(base, quality, kind, method):
 @pytest.mark.parametrize("exit_layers", [(2, 4), (0, 3), (0, 1), (4, 5)])
 @pytest.mark.parametrize("num_draft_tokens", range(1, 6))
 def test_every_length(base, exit_layers, num_draft_tokens):
-    model = build(shallow(base, 4), "random", exit_layers, committed_context=True, draft_vocab_size=48)
+    model = build_heads(shallow(base, 4), "random", exit_layers, committed_context=True, draft_vocab_size=48)
     params = SamplingParams(max_new_tokens=13, ignore_eos=True)
-    expected = [reference(model.base, prompt, 13, eos_token_id=None) for prompt in PROMPTS[:3]]
+    expected = [reference(model.base, prompt, 13) for prompt in PROMPTS[:3]]
     for num_provisional_tokens in range(1, 9):
         engine = Engine(
             model,
@@ -95,11 +59,11 @@ def test_every_length(base, exit_layers, num_draft_tokens):
 
 @pytest.mark.parametrize("batch", range(1, 9))
 def test_every_batch(base, batch):
-    model = build(shallow(base, 3), "random", committed_context=True)
+    model = build_heads(shallow(base, 3), "random", committed_context=True)
     engine = Engine(model, max_num_seqs=batch, num_blocks=64)
     params = [SamplingParams(max_new_tokens=5 + 3 * index, ignore_eos=True) for index in range(8)]
     expected = [
-        reference(model.base, prompt, p.max_new_tokens, eos_token_id=None) for prompt, p in zip(PROMPTS, params)
+        reference(model.base, prompt, p.max_new_tokens) for prompt, p in zip(PROMPTS, params)
     ]
     assert [completion.token_ids for completion in engine.generate(PROMPTS, params)] == expected
 
@@ -107,11 +71,11 @@ def test_every_batch(base, batch):
 @pytest.mark.parametrize("method", ["autoregressive", "single-layer", "hispec"])
 def test_a_list_of_end_tokens(base, method):
     base = shallow(base, 2)
-    free = [reference(base, prompt, 24, eos_token_id=None) for prompt in PROMPTS]
+    free = [reference(base, prompt, 24) for prompt in PROMPTS]
     common = sorted({token for tokens in free for token in tokens[4:]}, key=lambda t: -sum(t in f for f in free))[:2]
     base.generation_config.eos_token_id = common
-    model = build(base, "good", committed_context=True)
-    expected = [reference(base, prompt, 24, eos_token_id=common, pad_token_id=0) for prompt in PROMPTS]
+    model = build_heads(base, "good", committed_context=True)
+    expected = [reference(base, prompt, 24, eos_token_id=common) for prompt in PROMPTS]
     engine = Engine(model, method=method, num_draft_tokens=4, num_blocks=64)
     completions = engine.generate(PROMPTS, SamplingParams(max_new_tokens=24))
     assert [completion.token_ids for completion in completions] == expected
@@ -124,35 +88,35 @@ def test_a_list_of_end_tokens(base, method):
 @pytest.mark.parametrize("method", ["autoregressive", "single-layer", "hispec"])
 def test_the_context_ends_inside_a_draft(make_base, architecture, method):
     base = shallow(make_base(architecture, max_position_embeddings=48), 2)
-    model = build(base, "good", committed_context=True)
+    model = build_heads(base, "good", committed_context=True)
     for length in (40, 45, 46, 47):
         prompt = torch.randint(3, 64, (length,), generator=torch.Generator().manual_seed(length)).tolist()
         engine = Engine(model, method=method, num_draft_tokens=5, num_provisional_tokens=8)
         completion = engine.generate([prompt], SamplingParams(max_new_tokens=99, ignore_eos=True))[0]
-        assert completion.token_ids == reference(base, prompt, 48 - length, eos_token_id=None)
+        assert completion.token_ids == reference(base, prompt, 48 - length)
         assert completion.finish_reason == "length"
 
 
 @pytest.mark.parametrize("method", ["autoregressive", "single-layer", "hispec"])
 def test_preemption_changes_nothing(base, method):
-    model = build(shallow(base, 3), "random", committed_context=True)
+    model = build_heads(shallow(base, 3), "random", committed_context=True)
     engine = Engine(model, method=method, num_blocks=14, block_size=8, max_num_seqs=8)
     preempted = []
     restart = type(engine._scheduler)._preempt
     engine._scheduler._preempt = lambda sequence: (preempted.append(sequence), restart(engine._scheduler, sequence))
     params = SamplingParams(max_new_tokens=30, ignore_eos=True)
-    expected = [reference(model.base, prompt, 30, eos_token_id=None) for prompt in PROMPTS]
+    expected = [reference(model.base, prompt, 30) for prompt in PROMPTS]
     assert [completion.token_ids for completion in engine.generate(PROMPTS, params)] == expected
     assert preempted
 
 
 def test_memory_of_others_is_never_read(base):
     """All of the pool that nobody wrote is NaN: one read of it would spread."""
-    model = build(shallow(base, 3), "random", committed_context=True)
+    model = build_heads(shallow(base, 3), "random", committed_context=True)
     engine = Engine(model, num_blocks=64, block_size=8)
     cache = engine._hierarchy._runner._kv_cache
     for pool in itertools.chain(cache.keys, cache.values):
         pool.fill_(torch.nan)
     params = SamplingParams(max_new_tokens=20, ignore_eos=True)
-    expected = [reference(model.base, prompt, 20, eos_token_id=None) for prompt in PROMPTS]
+    expected = [reference(model.base, prompt, 20) for prompt in PROMPTS]
     assert [completion.token_ids for completion in engine.generate(PROMPTS, params)] == expected

@@ -8,6 +8,7 @@ import torch
 from hispec.checkpoints import fingerprint
 from hispec.heads import DenseAttention, EarlyExitModel, ExitHeadConfig
 from hispec.train import StateCache, Trainer, evaluate, extend_cache, frequent_tokens
+from hispec.train import trainer as trainer_module
 from hispec.train.evaluate import hop_scores
 from hispec.train.trainer import learning_rate_at, newest_step
 from hispec.train.windows import fixed_distance, random_windows
@@ -197,6 +198,20 @@ def test_distances_matter_only_to_heads_with_committed_context(base, cache, tmp_
     assert list(report["by_distance"]) == ["1", "2", "4", "8"]
     assert set(report["by_kind"]) == {"even", "odd"}
     assert "by_distance" not in evaluate(make_model(base, "norm", False, (2,)), cache, HELD_OUT, max_window=8)
+
+
+def test_every_step_has_windows_of_its_own(base, cache, tmp_path, monkeypatch):
+    seeds = []
+
+    def recorded(lengths, num_prompts, max_window, seed):
+        seeds.append(seed)
+        return random_windows(lengths, num_prompts, max_window, seed)
+
+    monkeypatch.setattr(trainer_module, "random_windows", recorded)
+    trainer = make_trainer(make_model(base), cache, tmp_path)
+    for _ in range(3):
+        trainer.step()
+    assert len(set(seeds)) == 3
 
 
 def test_learning_rate_rises_then_falls_to_nothing():

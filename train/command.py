@@ -32,7 +32,12 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="N,N",
         help="decoder layers run before each head (default: the recipe's, or about 1/8 and 1/4 of the depth)",
     )
-    parser.add_argument("--head", choices=get_args(HeadKind), help="kind of the heads")
+    parser.add_argument(
+        "--head",
+        type=lambda text: tuple(text.split(",")),
+        metavar="KIND[,KIND]",
+        help=f"kind of the heads, one for all or one for each exit: {', '.join(get_args(HeadKind))}",
+    )
     parser.add_argument(
         "--committed-context",
         "--committed_context",
@@ -108,7 +113,7 @@ def resolve_recipe(options: argparse.Namespace) -> Recipe:
     size = options.draft_vocab_size
     heads = {
         "exit_layers": options.exit_layers,
-        "kind": options.head,
+        "kinds": options.head,
         "committed_context": options.committed_context,
         "draft_vocab_size": size,
     }

@@ -58,5 +58,5 @@ def gather_context(
     starts = starts.repeat_interleave(torch.tensor(lengths, device=final.device))
     index = context_positions(positions, last_known.to(final.device))
     # One row of zeros goes first, so that "none yet" has a row to point at.
-    rows = torch.where(index < 0, 0, index + 1)
+    rows = torch.where(index < 0, 0, starts + index + 1)
     return F.pad(final, (0, 0, 1, 0))[rows].unsqueeze(0)

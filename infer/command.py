@@ -1,0 +1,193 @@
+"""`hispec-infer`: from prompts to text in the terminal, in a file, or as JSON."""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any, get_args
+
+from tqdm import tqdm
+
+from ..recipes import resolve_model
+from .config import Method, SamplingParams
+from .engine import Completion, Engine, Prompt
+from .prompt_file import PromptLine, read_prompt_file
+from .stats import Stats
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command's flags."""
+    parser = argparse.ArgumentParser(
+        prog="hispec-infer",
+        description="Generate text with a model's own output, sooner: early exits draft, the full depth decides.",
+    )
+    parser.add_argument("--model", default="smollm2", metavar="NAME", help="alias, hub id or folder (default: smollm2)")
+    parser.add_argument("--adapter", metavar="NAME", help="folder or hub id of the heads (default: the shipped ones)")
+    source = parser.add_argument_group("prompts")
+    source.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="a prompt; may be given again")
+    source.add_argument("--input", type=Path, metavar="FILE", help='JSONL of {"prompt": text or messages, "id": optional}')
+    source.add_argument("--skip-bad", "--skip_bad", action="store_true", help="run past bad lines of --input")
+    source.add_argument("--raw", action="store_true", help="take prompts as they are, without the chat template")
+    sampling = parser.add_argument_group("sampling")
+    sampling.add_argument("--max-new-tokens", "--max_new_tokens", type=int, default=256, metavar="N")
+    sampling.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
+    sampling.add_argument("--top-k", "--top_k", type=int, default=0, metavar="K", help="0 keeps all (default)")
+    sampling.add_argument("--top-p", "--top_p", type=float, default=1.0, metavar="P", help="1 keeps all (default)")
+    sampling.add_argument("--seed", type=int, help="the same text again, whatever the method or batch")
+    running = parser.add_argument_group("running")
+    running.add_argument(
+        "--method", choices=get_args(Method), help="default: hispec, or autoregressive where there are no heads"
+    )
+    running.add_argument("--num-draft-tokens", "--num_draft_tokens", type=int, metavar="N", help="before a verification")
+    running.add_argument(
+        "--num-provisional-tokens", "--num_provisional_tokens", type=int, metavar="N", help="before the target is asked"
+    )
+    running.add_argument("--batch-size", "--batch_size", type=int, default=1, metavar="N", help="prompts side by side")
+    running.add_argument("--dtype", default="auto", help="auto, float32 or bfloat16")
+    running.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write JSON lines there instead of text here")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per result and nothing else")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit code: 0, 2 for what the user can mend, 130 after Ctrl-C."""
+    options = build_parser().parse_args(argv)
+    try:
+        return _run(options)
+    except KeyboardInterrupt:
+        print("\nhispec-infer: interrupted; finished results were kept", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        return 1
+    except OSError as error:
+        print(f"hispec-infer: error: {error.strerror}: {error.filename}", file=sys.stderr)
+        return 2
+    except ValueError as error:
+        print(f"hispec-infer: error: {error}", file=sys.stderr)
+        return 2
+
+
+def _run(options: argparse.Namespace) -> int:
+    if not options.prompt and options.input is None:
+        raise ValueError("there is no prompt; give --prompt TEXT or --input FILE")
+    params = SamplingParams(
+        max_new_tokens=options.max_new_tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        seed=options.seed,
+    )
+    engine_options = {
+        "method": options.method,
+        "num_draft_tokens": options.num_draft_tokens,
+        "num_provisional_tokens": options.num_provisional_tokens,
+        "max_num_seqs": options.batch_size,
+    }
+    print(f"{options.model} is {resolve_model(options.model).source}", file=sys.stderr)
+    engine = Engine.from_pretrained(
+        options.model,
+        adapter=options.adapter,
+        dtype=options.dtype,
+        device=options.device,
+        **{name: value for name, value in engine_options.items() if value is not None},
+    )
+    lines = read_prompts(engine, options)
+    start = time.perf_counter()
+    if options.output is None and not options.json and options.batch_size == 1:
+        stream_to_terminal(engine, lines, params)
+    else:
+        with open_output(options.output) as file:
+            write_results(engine, lines, params, file, as_json=options.json or options.output is not None)
+    print(describe(engine.stats, engine.model.backbone.num_layers, time.perf_counter() - start), file=sys.stderr)
+    return 0
+
+
+def read_prompts(engine: Engine, options: argparse.Namespace) -> list[PromptLine]:
+    """All prompts of the command line, as token ids; bad lines are told on standard error."""
+
+    def encode(prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str) and not prompt:
+            raise ValueError("the prompt is empty; it needs at least one token")
+        has_template = engine.tokenizer is not None and engine.tokenizer.chat_template is not None
+        if isinstance(prompt, str) and has_template and not options.raw:
+            prompt = [{"role": "user", "content": prompt}]
+        return engine.encode(prompt)
+
+    lines = [
+        PromptLine(id=str(number), token_ids=encode(prompt)) for number, prompt in enumerate(options.prompt, 1)
+    ]
+    if options.input is not None:
+        read, complaints = read_prompt_file(options.input, encode, skip_bad=options.skip_bad)
+        lines.extend(read)
+        for complaint in complaints:
+            print(f"skipped: {complaint}", file=sys.stderr)
+    return lines
+
+
+def stream_to_terminal(engine: Engine, lines: Sequence[PromptLine], params: SamplingParams) -> None:
+    """Print each completion as it grows, one after the other."""
+    for line in lines:
+        if len(lines) > 1:
+            print(f"--- {line.id}")
+        for delta in engine.stream(line.token_ids, params):
+            print(delta.text, end="", flush=True)
+        print()
+
+
+def write_results(
+    engine: Engine, lines: Sequence[PromptLine], params: SamplingParams, file: IO[str], *, as_json: bool
+) -> None:
+    """Write each completion as soon as it and all before it are finished, each line whole."""
+    ids = {engine.add_request(line.token_ids, params): place for place, line in enumerate(lines)}
+    finished: dict[int, Completion] = {}
+    written = 0
+    with tqdm(total=len(lines), unit="prompt", file=sys.stderr) as bar:
+        while engine.has_unfinished:
+            for completion in engine.step():
+                finished[ids[completion.request_id]] = completion
+                bar.update()
+            while written in finished:
+                line, completion = lines[written], finished.pop(written)
+                text = json.dumps(to_record(line, completion)) if as_json else f"--- {line.id}\n{completion.text}"
+                file.write(text + "\n")
+                file.flush()
+                written += 1
+
+
+def to_record(line: PromptLine, completion: Completion) -> dict[str, Any]:
+    """A completion as JSON-ready values."""
+    return {
+        "id": line.id,
+        "text": completion.text,
+        "token_ids": completion.token_ids,
+        "finish_reason": completion.finish_reason,
+        "stats": completion.stats.to_dict(),
+    }
+
+
+def open_output(path: Path | None) -> IO[str]:
+    """The output file, or standard output; ValueError if it cannot be written."""
+    if path is None:
+        return open(sys.stdout.fileno(), "w", encoding="utf-8", closefd=False)
+    try:
+        return path.open("w", encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"the output {path} cannot be written: {error.strerror}; choose another --output") from None
+
+
+def describe(stats: Stats, num_layers: int, seconds: float) -> str:
+    """One line: speed, what each level kept, and layers run per token."""
+    levels = [
+        f"{name} keeps {level.acceptance_rate:.0%} of its drafts, {level.acceptance_length:.2f} tokens a round"
+        for name, level in stats.levels.items()
+        if level.num_drafted
+    ]
+    parts = [
+        f"{stats.num_committed} tokens in {seconds:.1f} s, {stats.num_committed / seconds:.1f} tokens/s",
+        *levels,
+        f"{stats.layers_per_token:.1f} layers computed per token (the model has {num_layers})",
+    ]
+    return " | ".join(parts)

@@ -1,0 +1,105 @@
+"""Heads: what they start as, what they share, what they refuse."""
+
+import pytest
+import torch
+from hispec.heads import DenseAttention, EarlyExitModel, ExitHeadConfig, context_positions
+
+from .models import build_heads
+
+IDS = torch.arange(3, 15)
+POSITIONS = torch.arange(12)
+ATTEND = DenseAttention([12])
+
+
+def states(model, exit_layer):
+    backbone = model.backbone
+    hidden = backbone.embed(IDS, POSITIONS)
+    at_exit = backbone.run_layers(hidden, 0, exit_layer, POSITIONS, ATTEND)
+    return at_exit, backbone.run_layers(at_exit, exit_layer, backbone.num_layers, POSITIONS, ATTEND)
+
+
+@pytest.mark.parametrize("kind", ["shared", "norm", "mlp"])
+def test_an_untrained_head_is_the_raw_exit(any_base, kind):
+    model = EarlyExitModel.from_base(any_base, (3,), head=kind, committed_context=kind != "shared")
+    at_exit, final = states(model, 3)
+    context = torch.randn_like(at_exit)
+    state = model.heads[0](at_exit, context, POSITIONS, ATTEND)
+    expected = model.backbone.logits(model.backbone.final_norm(at_exit))
+    if any_base.config.model_type == "opt" and model.backbone.parts.final_norm is None and kind != "shared":
+        expected = model.backbone.logits(torch.nn.functional.layer_norm(at_exit, at_exit.shape[-1:]))
+    torch.testing.assert_close(model.exit_logits(0, state), expected, rtol=1e-4, atol=1e-4)
+    assert final.shape == at_exit.shape
+
+
+def test_an_untrained_block_is_a_layer_of_the_base(any_base):
+    model = EarlyExitModel.from_base(any_base, (3,), head="block", committed_context=True)
+    at_exit, _ = states(model, 3)
+    state = model.heads[0](at_exit, torch.randn_like(at_exit), POSITIONS, ATTEND)
+    expected = model.heads[0].norm(model.backbone.run_layers(at_exit, 3, 4, POSITIONS, ATTEND))
+    torch.testing.assert_close(state, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["shared", "norm", "mlp", "block"])
+def test_a_draft_vocabulary_scores_those_tokens(any_base, kind):
+    ids = torch.tensor([60, 3, 9])
+    model = EarlyExitModel.from_base(any_base, (2,), head=kind, draft_vocab_ids=ids)
+    full = EarlyExitModel.from_base(any_base, (2,), head=kind)
+    assert model.heads[0].draft_vocab_ids.tolist() == [3, 9, 60]
+    at_exit, _ = states(model, 2)
+    state = model.heads[0](at_exit, None, POSITIONS, ATTEND)
+    torch.testing.assert_close(
+        model.exit_logits(0, state), full.exit_logits(0, full.heads[0](at_exit, None, POSITIONS, ATTEND))[..., [3, 9, 60]]
+    )
+
+
+@pytest.mark.parametrize("kind", ["norm", "mlp", "block"])
+def test_heads_hold_no_tensor_of_the_base(any_base, kind):
+    model = build_heads(any_base, "good", head=kind, committed_context=True, draft_vocab_size=8)
+    of_base = {tensor.data_ptr() for tensor in any_base.state_dict().values()}
+    assert not of_base & {tensor.data_ptr() for tensor in model.heads.state_dict().values()}
+    assert not any("lm_head" in name or "embed" in name for name in model.heads.state_dict())
+    assert all(parameter.requires_grad for parameter in model.heads.parameters())
+    assert not any(parameter.requires_grad for parameter in any_base.parameters())
+
+
+def test_a_context_changes_the_output_once_it_has_weights(base):
+    model = build_heads(base, "random", committed_context=True)
+    at_exit, _ = states(model, 2)
+    first, second = (model.heads[0](at_exit, torch.randn_like(at_exit), POSITIONS, ATTEND) for _ in range(2))
+    assert not torch.allclose(first, second, atol=1e-2)
+
+
+def test_the_context_is_the_position_before_or_the_newest_known():
+    found = context_positions(torch.tensor([0, 1, 4, 5, 6, 9]), torch.tensor([9, 9, 4, 4, 4, 4]))
+    assert found.tolist() == [-1, 0, 3, 4, 4, 4]
+
+
+def test_moving_the_model_moves_the_rows_of_the_lm_head(make_base):
+    model = EarlyExitModel.from_base(make_base("llama"), (2,), head="norm", draft_vocab_size=8)
+    model.to(torch.bfloat16)
+    assert model.exit_logits(0, torch.zeros(1, 32, dtype=torch.bfloat16)).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("exit_layers", "options", "message"),
+    [
+        ((6,), {}, "exit layer 6 is out of range: the base has 6 layers, so 0 to 5"),
+        ((-1,), {}, "exit layer -1 is out of range"),
+        ((4, 2), {}, "exit layers 4,2 are not in rising order; write 2,4"),
+        ((2, 2), {}, "exit layers 2,2 name a layer twice"),
+        ((), {}, "no exit layers are given"),
+        ((0,), {}, "exit layer 0 needs a head with committed context"),
+        ((2,), {"head": "magic"}, "head kind 'magic' is unknown; choose one of shared, norm, mlp, block"),
+        ((2,), {"head": "shared", "committed_context": True}, "a 'shared' head has no weights"),
+        ((2,), {"draft_vocab_size": 65}, "draft_vocab_size is 65, but the base has only 64"),
+        ((2,), {"draft_vocab_size": 0}, "draft_vocab_size is 0"),
+    ],
+)
+def test_what_no_model_can_be(base, exit_layers, options, message):
+    with pytest.raises(ValueError, match=message):
+        EarlyExitModel.from_base(base, exit_layers, **options)
+
+
+def test_a_config_is_checked_by_itself():
+    with pytest.raises(ValueError, match="exit layer 0 needs"):
+        ExitHeadConfig(exit_layer=0)

@@ -1,0 +1,136 @@
+"""`hispec-infer`: what it prints, and what it says to bad input."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from hispec.checkpoints import save_adapter
+from hispec.infer.command import main
+
+from .models import build_heads, reference, shallow
+from .train_support import build_tokenizer
+
+
+@pytest.fixture(scope="module")
+def places(base, tmp_path_factory):
+    """A folder with a base, and one with its heads."""
+    base = shallow(base, 2)
+    folder = tmp_path_factory.mktemp("infer")
+    base.save_pretrained(folder / "base")
+    build_tokenizer().save_pretrained(folder / "base")
+    save_adapter(build_heads(base, "good", committed_context=True), folder / "adapter")
+    return base, ["--model", str(folder / "base"), "--adapter", str(folder / "adapter"), "--dtype", "float32"]
+
+
+def answer(base, words, number=8):
+    ids = reference(base, [int(word[1:]) for word in words.split()], number, eos_token_id=2)
+    return " ".join(f"w{token}" for token in ids if token > 2)
+
+
+def test_a_prompt_is_answered_in_the_terminal(places, capsys):
+    base, flags = places
+    assert main([*flags, "--prompt", "w3 w4 w5", "--max-new-tokens", "8"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == answer(base, "w3 w4 w5") + "\n"
+    summary = printed.err.strip().splitlines()[-1]
+    assert "8 tokens in" in summary
+    assert "tokens/s" in summary
+    assert "target keeps 100% of its drafts" in summary
+    assert "layers computed per token (the model has 6)" in summary
+
+
+@pytest.mark.parametrize("method", ["autoregressive", "single-layer", "hispec"])
+@pytest.mark.parametrize("batch_size", ["1", "3"])
+def test_json_is_one_object_a_result_and_nothing_else(places, capfd, method, batch_size):
+    base, flags = places
+    prompts = ["w3 w4 w5", "w9", "w8 w7 w6 w5"]
+    chosen = [part for prompt in prompts for part in ("--prompt", prompt)]
+    code = main([*flags, *chosen, "--json", "--method", method, "--batch-size", batch_size, "--max-new-tokens", "8"])
+    assert code == 0
+    records = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+    assert [record["text"] for record in records] == [answer(base, prompt) for prompt in prompts]
+    assert [record["id"] for record in records] == ["1", "2", "3"]
+    assert all(record["stats"]["num_committed"] == len(record["token_ids"]) for record in records)
+
+
+def test_a_file_of_prompts_goes_to_a_file_of_results(places, tmp_path, capfd):
+    base, flags = places
+    (tmp_path / "in.jsonl").write_text('{"prompt": "w3", "id": "a"}\n\n{"prompt": "w4 w5"}\n')
+    output = tmp_path / "out.jsonl"
+    assert main([*flags, "--input", str(tmp_path / "in.jsonl"), "--output", str(output), "--max-new-tokens", "8"]) == 0
+    records = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [(record["id"], record["text"]) for record in records] == [
+        ("a", answer(base, "w3")),
+        ("3", answer(base, "w4 w5")),
+    ]
+    assert capfd.readouterr().out == ""
+
+
+BAD_LINES = [
+    ("nonsense", "this is not JSON"),
+    ('{"text": "w3"}', 'there is no "prompt"'),
+    ('{"prompt": 5}', '"prompt" must be a text or a list'),
+    ('{"prompt": []}', '"prompt" must be a text or a list'),
+    ('{"prompt": ""}', "the prompt is empty"),
+    (json.dumps({"prompt": "w3 " * 256}), "256 tokens, but the model's context holds 256"),
+]
+
+
+@pytest.mark.parametrize(("line", "message"), BAD_LINES)
+def test_a_bad_line_is_named_and_the_others_run_if_asked(places, tmp_path, capfd, line, message):
+    base, flags = places
+    path = tmp_path / "in.jsonl"
+    path.write_text(f'{{"prompt": "w3"}}\n{line}\n{{"prompt": "w4"}}\n')
+    command = [*flags, "--input", str(path), "--json", "--max-new-tokens", "8"]
+    assert main(command) == 2
+    printed = capfd.readouterr()
+    assert printed.out == ""
+    error = printed.err.strip().splitlines()[-1]
+    assert error.startswith(f"hispec-infer: error: {path} line 2: ")
+    assert message in error
+    assert main([*command, "--skip-bad"]) == 0
+    printed = capfd.readouterr()
+    assert [json.loads(text)["text"] for text in printed.out.splitlines()] == [answer(base, "w3"), answer(base, "w4")]
+    assert f"skipped: {path} line 2: " in printed.err
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (["--model", "nonsense"], "the model 'nonsense' is unknown; use an alias"),
+        (["--adapter", "/nowhere/adapter"], "/nowhere/adapter"),
+        (["--prompt", ""], "the prompt is empty"),
+        (["--prompt", "w3 " * 300], "300 tokens, but the model's context holds 256; shorten it"),
+        (["--input", "/nowhere/prompts.jsonl"], "the prompt file /nowhere/prompts.jsonl cannot be read"),
+        (["--output", "/nowhere/out.jsonl"], "the output /nowhere/out.jsonl cannot be written"),
+        (["--temperature", "-1"], "temperature is -1.0"),
+        (["--top-p", "2"], "top_p is 2.0"),
+        (["--max-new-tokens", "0"], "max_new_tokens is 0"),
+        (["--dtype", "int8"], "the dtype 'int8' is unknown"),
+    ],
+)
+def test_what_the_user_can_mend_is_one_sentence_and_exit_code_2(places, capfd, change, message):
+    _, flags = places
+    assert main([*flags, "--prompt", "w3", *change]) == 2
+    printed = capfd.readouterr()
+    assert printed.out == ""
+    last = printed.err.strip().splitlines()[-1]
+    assert last.startswith("hispec-infer: error: ")
+    assert message in last
+    assert "Traceback" not in printed.err
+
+
+def test_no_prompt_at_all(places, capsys):
+    assert main(places[1]) == 2
+    assert "there is no prompt; give --prompt TEXT or --input FILE" in capsys.readouterr().err
+
+
+def test_it_runs_as_a_module(places):
+    base, flags = places
+    command = [sys.executable, "-m", "hispec.infer", *flags, "--prompt", "w3", "--max_new_tokens", "4"]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"HF_HUB_OFFLINE": "1"})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == answer(base, "w3", 4) + "\n"

@@ -1,0 +1,183 @@
+"""Sampled output is distributed as the base's own: the whole loop against exact enumeration."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from hispec.heads import EarlyExitModel
+from hispec.infer import Engine, SamplingParams
+from hispec.infer import hierarchy as hierarchy_module
+from hispec.infer.hierarchy import Hierarchy
+from hispec.infer.sampling import to_probs
+from scipy import stats
+
+from .models import build_base, build_heads
+
+VOCAB, LENGTH, NUM_SAMPLES = 6, 3, 4500
+ALPHA, MAX_VARIATION = 1e-4, 1.35
+PROMPTS = [[3, 1, 4], [5], [2, 2, 5, 1, 3, 4, 1]]
+PLAIN = {"temperature": 1.0}
+FILTERED = {"temperature": 1.3, "top_k": 5, "top_p": 0.9}
+
+
+@pytest.fixture(scope="module")
+def model() -> EarlyExitModel:
+    """Three levels that disagree strongly, over six tokens."""
+    base = build_base("llama", vocab_size=VOCAB, num_hidden_layers=3, hidden_size=16, tie_word_embeddings=False)
+    with torch.no_grad():
+        base.lm_head.weight.mul_(0.6)
+    return build_heads(base, "random", (1, 2), committed_context=True, draft_vocab_size=5)
+
+
+def enumerate_target(base, prompt, sampling) -> dict[tuple[int, ...], float]:
+    """The exact probability of every continuation of `LENGTH` tokens."""
+    params = SamplingParams(**sampling)
+    continuations = list(itertools.product(range(VOCAB), repeat=LENGTH))
+    inputs = torch.tensor([[*prompt, *continuation[:-1]] for continuation in continuations])
+    with torch.inference_mode():
+        logits = base(inputs).logits[:, len(prompt) - 1 :]
+    rows = logits.reshape(-1, VOCAB)
+    count = len(rows)
+    probs = to_probs(
+        rows,
+        torch.full((count,), params.temperature),
+        torch.full((count,), params.top_k),
+        torch.full((count,), params.top_p),
+    ).view(-1, LENGTH, VOCAB)
+    joint = probs.gather(-1, torch.tensor(continuations).unsqueeze(-1)).squeeze(-1).double().prod(-1)
+    return dict(zip(continuations, joint.tolist(), strict=True))
+
+
+def sample(model, sampling, *, seeded, method="hispec", num_samples=NUM_SAMPLES) -> tuple[dict, Engine]:
+    """Counts of continuations for each prompt, drawn in ragged batches through a small pool."""
+    engine = Engine(
+        model,
+        method=method,
+        num_draft_tokens=2,
+        num_provisional_tokens=2,
+        max_num_seqs=200,
+        num_blocks=800,
+        block_size=4,
+    )
+    engine._hierarchy._generator.manual_seed(11)
+    counts: dict[int, dict[tuple[int, ...], int]] = {place: {} for place in range(len(PROMPTS))}
+    each = num_samples // len(PROMPTS)
+    prompts = [prompt for _ in range(each) for prompt in PROMPTS]
+    params = [
+        SamplingParams(max_new_tokens=LENGTH, ignore_eos=True, seed=index if seeded else None, **sampling)
+        for index in range(len(prompts))
+    ]
+    for index, completion in enumerate(engine.generate(prompts, params)):
+        table = counts[index % len(PROMPTS)]
+        table[tuple(completion.token_ids)] = table.get(tuple(completion.token_ids), 0) + 1
+    return counts, engine
+
+
+def deviations(model, counts, sampling) -> list[tuple[float, float]]:
+    """For each prompt the chi-square p-value, and the total variation over what sampling noise alone would give."""
+    found = []
+    for place, prompt in enumerate(PROMPTS):
+        expected = enumerate_target(model.base, prompt, sampling)
+        total = sum(counts[place].values())
+        impossible = sum(n for tokens, n in counts[place].items() if expected[tokens] == 0)
+        variation = sum(abs(counts[place].get(t, 0) / total - p) for t, p in expected.items()) / 2
+        # Cells of few expected counts are put together, as the test demands.
+        common = [t for t, p in expected.items() if p * total >= 5]
+        observed = [counts[place].get(t, 0) for t in common]
+        wanted = [expected[t] * total for t in common]
+        rest = total - sum(wanted)
+        if rest > 1:
+            observed.append(total - sum(observed))
+            wanted.append(rest)
+        scale = sum(observed) / sum(wanted)
+        p_value = stats.chisquare(observed, [w * scale for w in wanted]).pvalue
+        noise = sum(math.sqrt(2 * p * (1 - p) / (math.pi * total)) for p in expected.values()) / 2
+        found.append((0.0 if impossible else float(p_value), variation / noise))
+    return found
+
+
+def is_lossless(model, counts, sampling) -> bool:
+    return all(p > ALPHA and tv < MAX_VARIATION for p, tv in deviations(model, counts, sampling))
+
+
+@pytest.mark.parametrize("seeded", [False, True], ids=["rejection", "coupled"])
+@pytest.mark.parametrize("sampling", [PLAIN, FILTERED], ids=["plain", "filtered"])
+@pytest.mark.parametrize("method", ["autoregressive", "single-layer", "hispec"])
+def test_the_loop_has_the_distribution_of_the_base(model, method, sampling, seeded):
+    counts, engine = sample(model, sampling, seeded=seeded, method=method)
+    assert is_lossless(model, counts, sampling), deviations(model, counts, sampling)
+    for level in engine.stats.levels.values():
+        if level.num_drafted:
+            assert 0.05 < level.acceptance_rate < 0.95
+
+
+def no_residual(draft_ids, draft_probs, target_probs, num_drafted, uniforms):
+    """Wrong: the recovered token is drawn from the target itself."""
+    accepted, _ = hierarchy_module_verify(draft_ids, draft_probs, target_probs, num_drafted, uniforms)
+    row = torch.arange(len(draft_ids))
+    return accepted, hierarchy_module.draw(target_probs[row, accepted], uniforms[:, -1])
+
+
+hierarchy_module_verify = hierarchy_module.verify_by_rejection
+
+
+def mutate_no_residual(monkeypatch):
+    monkeypatch.setattr(hierarchy_module, "verify_by_rejection", no_residual)
+
+
+def mutate_skip_target(monkeypatch):
+    """Wrong: the target believes the intermediate level."""
+    right = Hierarchy._verify_rows
+
+    def verify(self, sequences, drafts, rows):
+        accepted, next_ids = right(self, sequences, drafts, rows)
+        if any(drafts) and all(sequence.num_computed[-1] == sequence.num_known for sequence in sequences):
+            accepted = [len(draft) for draft in drafts]
+        return accepted, next_ids
+
+    monkeypatch.setattr(Hierarchy, "_verify_rows", verify)
+
+
+def mutate_drop_drawn_token(monkeypatch):
+    """Wrong: a drafted token that looks unlikely is thrown away."""
+    right = Hierarchy._draft
+
+    def draft(self, sequences):
+        right(self, sequences)
+        for sequence in sequences:
+            proposal = sequence.proposed[0][-1]
+            if proposal.probs[proposal.token_id] < 0.6:
+                sequence.proposed[0].pop()
+
+    monkeypatch.setattr(Hierarchy, "_draft", draft)
+
+
+@pytest.mark.parametrize("mutate", [mutate_no_residual, mutate_skip_target, mutate_drop_drawn_token])
+def test_a_wrong_rule_is_found_out(model, monkeypatch, mutate):
+    mutate(monkeypatch)
+    counts, _ = sample(model, PLAIN, seeded=False)
+    assert not is_lossless(model, counts, PLAIN), deviations(model, counts, PLAIN)
+
+
+def test_a_seed_gives_one_text_whatever_the_method(model):
+    params = [SamplingParams(max_new_tokens=12, temperature=1.0, seed=seed, ignore_eos=True) for seed in range(8)]
+    prompts = [PROMPTS[seed % 3] for seed in range(8)]
+    texts = []
+    for method, num_draft, num_provisional, batch in [
+        ("autoregressive", 1, 1, 8),
+        ("single-layer", 3, 1, 1),
+        ("hispec", 2, 4, 3),
+        ("hispec", 5, 2, 8),
+    ]:
+        engine = Engine(
+            model,
+            method=method,
+            num_draft_tokens=num_draft,
+            num_provisional_tokens=num_provisional,
+            max_num_seqs=batch,
+            num_blocks=100,
+        )
+        texts.append([completion.token_ids for completion in engine.generate(prompts, params)])
+    assert texts.count(texts[0]) == len(texts)
+    assert len({tuple(text) for text in texts[0]}) > 1
