@@ -14,24 +14,28 @@ from scipy import stats
 
 from .models import build_base, build_heads
 
-VOCAB, LENGTH, NUM_SAMPLES = 6, 3, 4500
+VOCAB, LENGTH, NUM_SAMPLES = 5, 4, 4500
 ALPHA, MAX_VARIATION = 1e-4, 1.35
-PROMPTS = [[3, 1, 4], [5], [2, 2, 5, 1, 3, 4, 1]]
+PROMPTS = [[3, 1, 4], [2], [2, 2, 0, 1, 3, 4, 1]]
 PLAIN = {"temperature": 1.0}
-FILTERED = {"temperature": 1.3, "top_k": 5, "top_p": 0.9}
+FILTERED = {"temperature": 1.3, "top_k": 4, "top_p": 0.9}
 
 
 @pytest.fixture(scope="module")
 def model() -> EarlyExitModel:
-    """Three levels that disagree strongly, over six tokens."""
+    """Three levels that disagree strongly, over five tokens."""
     base = build_base("llama", vocab_size=VOCAB, num_hidden_layers=3, hidden_size=16, tie_word_embeddings=False)
     with torch.no_grad():
         base.lm_head.weight.mul_(0.6)
-    return build_heads(base, "random", (1, 2), committed_context=True, draft_vocab_size=5)
+    model = build_heads(base, "random", (1, 2), committed_context=True, draft_vocab_size=4)
+    with torch.no_grad():
+        # Drafts of a little of everything, so that no branch is rare.
+        model.heads[0].norm.weight.mul_(0.4)
+    return model
 
 
 def enumerate_target(base, prompt, sampling) -> dict[tuple[int, ...], float]:
-    """The exact probability of every continuation of `LENGTH` tokens."""
+    """The exact probability of the second to the `LENGTH`-th token (the first comes from the prefill)."""
     params = SamplingParams(**sampling)
     continuations = list(itertools.product(range(VOCAB), repeat=LENGTH))
     inputs = torch.tensor([[*prompt, *continuation[:-1]] for continuation in continuations])
@@ -46,7 +50,10 @@ def enumerate_target(base, prompt, sampling) -> dict[tuple[int, ...], float]:
         torch.full((count,), params.top_p),
     ).view(-1, LENGTH, VOCAB)
     joint = probs.gather(-1, torch.tensor(continuations).unsqueeze(-1)).squeeze(-1).double().prod(-1)
-    return dict(zip(continuations, joint.tolist(), strict=True))
+    marginal: dict[tuple[int, ...], float] = {}
+    for continuation, probability in zip(continuations, joint.tolist(), strict=True):
+        marginal[continuation[1:]] = marginal.get(continuation[1:], 0.0) + probability
+    return marginal
 
 
 def sample(model, sampling, *, seeded, method="hispec", num_samples=NUM_SAMPLES) -> tuple[dict, Engine]:
@@ -65,12 +72,13 @@ def sample(model, sampling, *, seeded, method="hispec", num_samples=NUM_SAMPLES)
     each = num_samples // len(PROMPTS)
     prompts = [prompt for _ in range(each) for prompt in PROMPTS]
     params = [
-        SamplingParams(max_new_tokens=LENGTH, ignore_eos=True, seed=index if seeded else None, **sampling)
+        SamplingParams(max_new_tokens=LENGTH + 2, ignore_eos=True, seed=index if seeded else None, **sampling)
         for index in range(len(prompts))
     ]
     for index, completion in enumerate(engine.generate(prompts, params)):
         table = counts[index % len(PROMPTS)]
-        table[tuple(completion.token_ids)] = table.get(tuple(completion.token_ids), 0) + 1
+        tokens = tuple(completion.token_ids[1:LENGTH])
+        table[tokens] = table.get(tokens, 0) + 1
     return counts, engine
 
 
@@ -107,8 +115,9 @@ def is_lossless(model, counts, sampling) -> bool:
 def test_the_loop_has_the_distribution_of_the_base(model, method, sampling, seeded):
     counts, engine = sample(model, sampling, seeded=seeded, method=method)
     assert is_lossless(model, counts, sampling), deviations(model, counts, sampling)
-    for level in engine.stats.levels.values():
-        if level.num_drafted:
+    for name, level in engine.stats.levels.items():
+        if name != "draft" and method != "autoregressive":
+            assert level.num_drafted
             assert 0.05 < level.acceptance_rate < 0.95
 
 
@@ -147,7 +156,7 @@ def mutate_drop_drawn_token(monkeypatch):
         right(self, sequences)
         for sequence in sequences:
             proposal = sequence.proposed[0][-1]
-            if proposal.probs[proposal.token_id] < 0.6:
+            if proposal.probs[proposal.token_id] < 0.25:
                 sequence.proposed[0].pop()
 
     monkeypatch.setattr(Hierarchy, "_draft", draft)
