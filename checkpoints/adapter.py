@@ -83,9 +83,7 @@ def load_adapter(
         base = _load_recorded_base(config, folder, dtype, device)
     if mismatch := explain_mismatch(config["base_fingerprint"], fingerprint(base)):
         named = config["base_model_name_or_path"] or "another base"
-        raise ValueError(
-            f"the adapter {folder} was made for {named}, not for this base: {mismatch}; load that one"
-        )
+        raise ValueError(f"the adapter {folder} was made for {named}, not for this base: {mismatch}; load that one")
     model = EarlyExitModel.from_configs(base, head_configs)
     _check_tensors(tensors, model, folder)
     model.heads.load_state_dict(tensors)
@@ -138,8 +136,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{path} has no format_version; give an adapter that save_adapter wrote")
     if config["format_version"] != FORMAT_VERSION:
         raise ValueError(
-            f"{path} has format version {config['format_version']!r}, this hispec reads {FORMAT_VERSION}; "
-            "update hispec"
+            f"{path} has format version {config['format_version']!r}, this hispec reads {FORMAT_VERSION}; update hispec"
         )
     _check_keys(config, CONFIG_KEYS, str(path))
     recorded = config["base_fingerprint"]
@@ -150,9 +147,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     ):
         raise ValueError(f"{path}: base_fingerprint is {recorded!r}, no fingerprint; get the adapter again")
     if not isinstance(config["heads"], list) or not config["heads"]:
-        raise ValueError(
-            f"{path}: heads is {config['heads']!r}; it must list at least one head; get the adapter again"
-        )
+        raise ValueError(f"{path}: heads is {config['heads']!r}; it must list at least one head; get the adapter again")
     return config
 
 
@@ -177,9 +172,7 @@ def _head_config(values: object, folder: Path) -> ExitHeadConfig:
 
 def _check_keys(values: dict[str, Any], known: set[str], where: str) -> None:
     for key in sorted(values.keys() - known):
-        raise ValueError(
-            f"{where}: the key {key!r} is unknown (known: {', '.join(sorted(known))}); update hispec"
-        )
+        raise ValueError(f"{where}: the key {key!r} is unknown (known: {', '.join(sorted(known))}); update hispec")
     for key in sorted(known - values.keys()):
         raise ValueError(f"{where}: the key {key!r} is missing; get the adapter again")
 
@@ -211,9 +204,7 @@ def _check_tensors(tensors: dict[str, Tensor], model: EarlyExitModel, folder: Pa
     for name in sorted(expected.keys() - tensors.keys()):
         raise ValueError(f"{where} lacks the tensor {name!r}; get the adapter again")
     for name in sorted(tensors.keys() - expected.keys()):
-        raise ValueError(
-            f"{where} has a tensor {name!r} that no head takes; get the adapter again or update hispec"
-        )
+        raise ValueError(f"{where} has a tensor {name!r} that no head takes; get the adapter again or update hispec")
     for name, tensor in tensors.items():
         if tensor.shape != expected[name].shape:
             raise ValueError(

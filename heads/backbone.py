@@ -172,7 +172,8 @@ class Backbone:
         """The LM head's rows for `token_ids`, gathered (the base's own are not contiguous for them)."""
         bias = self.lm_head.bias
         return LmHeadRows(
-            self.lm_head.weight.detach()[token_ids].contiguous(), None if bias is None else bias.detach()[token_ids]
+            self.lm_head.weight.detach()[token_ids].contiguous(),
+            None if bias is None else bias.detach()[token_ids],
         )
 
     def copy_layer(self, index: int) -> nn.Module:

@@ -60,4 +60,6 @@ def check_exit_layers(exit_layers: tuple[int, ...], num_layers: int) -> None:
     if len(set(exit_layers)) < len(exit_layers):
         raise ValueError(f"exit layers {shown} name a layer twice; each may stand once")
     if list(exit_layers) != sorted(exit_layers):
-        raise ValueError(f"exit layers {shown} are not in rising order; write {','.join(map(str, sorted(exit_layers)))}")
+        raise ValueError(
+            f"exit layers {shown} are not in rising order; write {','.join(map(str, sorted(exit_layers)))}"
+        )

@@ -27,7 +27,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--adapter", metavar="NAME", help="folder or hub id of the heads (default: the shipped ones)")
     source = parser.add_argument_group("prompts")
     source.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="a prompt; may be given again")
-    source.add_argument("--input", type=Path, metavar="FILE", help='JSONL of {"prompt": text or messages, "id": optional}')
+    source.add_argument(
+        "--input", type=Path, metavar="FILE", help='JSONL of {"prompt": text or messages, "id": optional}'
+    )
     source.add_argument("--skip-bad", "--skip_bad", action="store_true", help="run past bad lines of --input")
     source.add_argument("--raw", action="store_true", help="take prompts as they are, without the chat template")
     sampling = parser.add_argument_group("sampling")
@@ -38,11 +40,19 @@ def build_parser() -> argparse.ArgumentParser:
     sampling.add_argument("--seed", type=int, help="the same text again, whatever the method or batch")
     running = parser.add_argument_group("running")
     running.add_argument(
-        "--method", choices=get_args(Method), help="default: hispec, or autoregressive where there are no heads"
+        "--method",
+        choices=get_args(Method),
+        help="default: hispec, or autoregressive where there are no heads",
     )
-    running.add_argument("--num-draft-tokens", "--num_draft_tokens", type=int, metavar="N", help="before a verification")
     running.add_argument(
-        "--num-provisional-tokens", "--num_provisional_tokens", type=int, metavar="N", help="before the target is asked"
+        "--num-draft-tokens", "--num_draft_tokens", type=int, metavar="N", help="before a verification"
+    )
+    running.add_argument(
+        "--num-provisional-tokens",
+        "--num_provisional_tokens",
+        type=int,
+        metavar="N",
+        help="before the target is asked",
     )
     running.add_argument("--batch-size", "--batch_size", type=int, default=1, metavar="N", help="prompts side by side")
     running.add_argument("--dtype", default="auto", help="auto, float32 or bfloat16")
@@ -109,16 +119,9 @@ def read_prompts(engine: Engine, options: argparse.Namespace) -> list[PromptLine
     """All prompts of the command line, as token ids; bad lines are told on standard error."""
 
     def encode(prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str) and not prompt:
-            raise ValueError("the prompt is empty; it needs at least one token")
-        has_template = engine.tokenizer is not None and engine.tokenizer.chat_template is not None
-        if isinstance(prompt, str) and has_template and not options.raw:
-            prompt = [{"role": "user", "content": prompt}]
-        return engine.encode(prompt)
+        return engine.encode_turn(prompt) if isinstance(prompt, str) and not options.raw else engine.encode(prompt)
 
-    lines = [
-        PromptLine(id=str(number), token_ids=encode(prompt)) for number, prompt in enumerate(options.prompt, 1)
-    ]
+    lines = [PromptLine(id=str(number), token_ids=encode(prompt)) for number, prompt in enumerate(options.prompt, 1)]
     if options.input is not None:
         read, complaints = read_prompt_file(options.input, encode, skip_bad=options.skip_bad)
         lines.extend(read)

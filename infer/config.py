@@ -65,7 +65,13 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.method not in get_args(Method):
             raise ValueError(f"method {self.method!r} is unknown; choose one of {', '.join(get_args(Method))}")
-        for name in ("num_draft_tokens", "num_provisional_tokens", "block_size", "max_num_seqs", "max_prefill_tokens"):
+        for name in (
+            "num_draft_tokens",
+            "num_provisional_tokens",
+            "block_size",
+            "max_num_seqs",
+            "max_prefill_tokens",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.num_blocks is not None and self.num_blocks < 1:

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from ..recipes import resolve_model
 from .config import Method, SamplingParams
 from .detokenizer import decode
-from .engine import Completion, Engine
+from .engine import Completion, Engine, Prompt
 from .prompt_file import read_prompt_file
 
 PROMPTS = (
@@ -67,8 +67,8 @@ def _run(options: argparse.Namespace) -> int:
     engine = Engine.from_pretrained(options.model, adapter=options.adapter, dtype=options.dtype, max_num_seqs=1)
     ways = build_ways(engine, options)
 
-    def encode(prompt: Any) -> list[int]:
-        return engine.encode([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
+    def encode(prompt: Prompt) -> list[int]:
+        return engine.encode_turn(prompt) if isinstance(prompt, str) else engine.encode(prompt)
 
     for way in ways.values():  # the first call of each allocates and warms up
         way(encode(PROMPTS[0])[:8])

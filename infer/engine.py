@@ -1,7 +1,8 @@
 """The engine: prompts in, completions out."""
 
 import itertools
-from collections.abc import Iterator, Sequence as Items
+from collections.abc import Iterator
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -62,9 +63,7 @@ class Engine:
     Options are those of `EngineConfig`. Raises ValueError where the model has too few heads for the method.
     """
 
-    def __init__(
-        self, model: EarlyExitModel, tokenizer: PreTrainedTokenizerBase | None = None, **options: Any
-    ) -> None:
+    def __init__(self, model: EarlyExitModel, tokenizer: PreTrainedTokenizerBase | None = None, **options: Any) -> None:
         self.model = model
         self.tokenizer = tokenizer
         self.config = EngineConfig(**options)
@@ -165,6 +164,11 @@ class Engine:
                 f"the prompt has {len(token_ids)} tokens, but the model's context holds {max_context}; shorten it"
             )
         return token_ids
+
+    def encode_turn(self, text: str) -> list[int]:
+        """Token ids of a user's turn, by the chat template; of the plain text where the model has none."""
+        has_template = self.tokenizer is not None and self.tokenizer.chat_template is not None
+        return self.encode([{"role": "user", "content": text}] if has_template and text else text)
 
     def add_request(self, prompt: Prompt, params: SamplingParams | None = None) -> int:
         """Queue a prompt; returns the id that its completion will carry. ValueError if it cannot be served."""
@@ -290,8 +294,8 @@ def _levels(model: EarlyExitModel, method: str) -> tuple[Level, ...]:
             f"method {method!r} needs {num_exits} exit head{'s' * (num_exits > 1)}, but the model has "
             f"{len(model.heads)}; load an adapter that has them, or choose another method"
         )
-    names = ("draft", "intermediate")[:num_exits] + ("target",)
-    stops = model.exit_layers[:num_exits] + (model.backbone.num_layers,)
+    names = (*("draft", "intermediate")[:num_exits], "target")
+    stops = (*model.exit_layers[:num_exits], model.backbone.num_layers)
     starts = (0, *stops[:-1])
     heads = (*range(num_exits), None)
     return tuple(Level(*level) for level in zip(names, starts, stops, heads, strict=True))

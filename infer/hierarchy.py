@@ -9,7 +9,8 @@ acceptance always brings a bonus token.
 """
 
 import time
-from collections.abc import Iterator, Sequence as Items
+from collections.abc import Iterator
+from collections.abc import Sequence as Items
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -179,7 +180,7 @@ class Hierarchy:
 
     def _reject(self, drafts: list[list[Proposal]], rows: list[Rows]) -> tuple[Tensor, Tensor]:
         target_probs = torch.nn.utils.rnn.pad_sequence([row.probs for row in rows], batch_first=True)
-        num_seqs, num_rows, vocab_size = target_probs.shape
+        num_seqs, num_rows = target_probs.shape[:2]
         uniforms = torch.rand(num_seqs, num_rows, generator=self._generator).to(target_probs.device)
         if num_rows == 1:
             return torch.zeros(num_seqs, dtype=torch.int64), draw(target_probs[:, 0], uniforms[:, 0])

@@ -15,6 +15,7 @@ from .attention import PagedAttention, Span
 from .kv_cache import KVCache
 from .sequence import Sequence
 
+
 class Level(NamedTuple):
     """Decoder layers `[start, stop)` and what reads their output."""
 
@@ -125,7 +126,10 @@ class ModelRunner:
         wanted = bounds
         if head.block is not None:
             # Positions that no draft was asked from (after a bonus token) must still be in the block's cache.
-            bounds = [(min(s.num_head_computed[index], start), stop) for s, (start, stop) in zip(sequences, wanted)]
+            bounds = [
+                (min(s.num_head_computed[index], start), stop)
+                for s, (start, stop) in zip(sequences, wanted, strict=True)
+            ]
         positions = self._positions(bounds)
         hidden = self._hidden[index][self._window_slots(sequences, bounds)].unsqueeze(0)
         context = self._context(sequences, bounds, positions) if head.config.committed_context else None

@@ -57,7 +57,7 @@ class Scheduler:
         return min(len(sequence.token_ids) + self._max_proposed, sequence.max_length)
 
     def _make_room(self, sequence: Sequence) -> bool:
-        """Grow the sequence's blocks, at the expense of those that came after it; False if it had to give way itself."""
+        """Grow the sequence's blocks at the expense of those that came after it; False if it had to give way itself."""
         while not self._block_manager.can_grow(sequence.block_table, self._num_tokens(sequence)):
             last = self.running[-1]
             self._preempt(last)

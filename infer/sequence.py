@@ -33,7 +33,7 @@ class Sequence:
     token_ids: list[int] = field(default_factory=list)
     """The prompt and all committed tokens."""
     proposed: list[list[Proposal]]
-    """By level below the target: what left it and was not yet verified by the next; higher levels come first in time."""
+    """By level below the target: what left it and waits for the next; higher levels come first in time."""
     num_computed: list[int]
     """By level: positions that its layers have run over and that still stand."""
     num_head_computed: list[int]

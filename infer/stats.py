@@ -38,7 +38,10 @@ class LevelStats:
         self.num_rounds += 1
         self.num_drafted += num_drafted
         self.num_accepted += num_accepted
-        for counts, number in ((self.drafted_per_position, num_drafted), (self.accepted_per_position, num_accepted)):
+        for counts, number in (
+            (self.drafted_per_position, num_drafted),
+            (self.accepted_per_position, num_accepted),
+        ):
             counts.extend([0] * (number - len(counts)))
             for place in range(number):
                 counts[place] += 1
@@ -60,7 +63,10 @@ class LevelStats:
 
     def to_dict(self) -> dict[str, Any]:
         """All counts and rates as JSON-ready values."""
-        return vars(self) | {"acceptance_rate": self.acceptance_rate, "acceptance_length": self.acceptance_length}
+        return vars(self) | {
+            "acceptance_rate": self.acceptance_rate,
+            "acceptance_length": self.acceptance_length,
+        }
 
 
 @dataclass(kw_only=True)

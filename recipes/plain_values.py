@@ -43,9 +43,7 @@ def _convert(hint: Any, value: object, where: str) -> object:
     if get_origin(hint) in (types.UnionType, typing.Union):
         if value is None:
             return None
-        return _convert(
-            next(option for option in get_args(hint) if option is not types.NoneType), value, where
-        )
+        return _convert(next(option for option in get_args(hint) if option is not types.NoneType), value, where)
     if get_origin(hint) is Literal:
         if value not in get_args(hint):
             raise ValueError(f"{where} is {value!r}; choose one of {', '.join(get_args(hint))}")

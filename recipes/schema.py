@@ -31,7 +31,7 @@ class HeadsRecipe:
     exit_layers: tuple[int, ...] | None = None
     """Number of decoder layers run before each head, rising; None is about 1/8 and 1/4 of the depth."""
     kinds: tuple[HeadKind, ...] = ("block",)
-    """What stands between the hidden state and the LM head, see `ExitHeadConfig.kind`: one for each exit, or for all."""
+    """What stands before the LM head, see `ExitHeadConfig.kind`: one for each exit, or one for all."""
     committed_context: bool = True
     """Whether a head also sees the base's final state of the newest committed token."""
     draft_vocab_size: int | None = 8192
@@ -83,9 +83,7 @@ class DataRecipe:
     def __post_init__(self) -> None:
         _check_range("data.num_sampled", self.num_sampled, 0)
         if not self.greedy and self.num_sampled == 0:
-            raise ValueError(
-                "data.greedy is false and data.num_sampled is 0: no response would be made; set one"
-            )
+            raise ValueError("data.greedy is false and data.num_sampled is 0: no response would be made; set one")
         _check_range("data.temperature", self.temperature, 0, above=True)
         _check_range("data.max_new_tokens", self.max_new_tokens, 2)
         _check_range("data.num_tokens", self.num_tokens, 1)
@@ -102,9 +100,7 @@ class DataRecipe:
         for path in (Path(self.prompts).expanduser(), _recipes_folder() / self.prompts):
             if path.is_file():
                 return path
-        raise ValueError(
-            f"the prompts file {self.prompts!r} does not exist; give the path of a JSONL file of prompts"
-        )
+        raise ValueError(f"the prompts file {self.prompts!r} does not exist; give the path of a JSONL file of prompts")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,9 +172,7 @@ class Recipe:
 def default_exit_layers(num_layers: int) -> tuple[int, ...]:
     """About 1/8 and 1/4 of the depth, each at least one layer; one exit where the base has two layers."""
     if num_layers < 2:
-        raise ValueError(
-            f"the base has {num_layers} layer: there is no layer to exit at; choose a deeper base"
-        )
+        raise ValueError(f"the base has {num_layers} layer: there is no layer to exit at; choose a deeper base")
     draft = max(1, round(num_layers / 8))
     intermediate = max(draft + 1, round(num_layers / 4))
     return (draft, intermediate) if intermediate < num_layers else (draft,)
@@ -208,8 +202,7 @@ def resolve_model(name: str) -> ModelRecipe:
     if name and ("/" in name or name.startswith("package:") or Path(name).expanduser().is_dir()):
         return ModelRecipe(source=name)
     raise ValueError(
-        f"the model {name!r} is unknown; give an alias ({', '.join(list_recipes())}), "
-        "a hub id (user/name) or a folder"
+        f"the model {name!r} is unknown; give an alias ({', '.join(list_recipes())}), a hub id (user/name) or a folder"
     )
 
 

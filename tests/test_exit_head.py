@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from hispec.heads import DenseAttention, EarlyExitModel, ExitHeadConfig, context_positions
 
 from .models import build_heads
@@ -48,7 +49,8 @@ def test_a_draft_vocabulary_scores_those_tokens(any_base, kind):
     at_exit, _ = states(model, 2)
     state = model.heads[0](at_exit, None, POSITIONS, ATTEND)
     torch.testing.assert_close(
-        model.exit_logits(0, state), full.exit_logits(0, full.heads[0](at_exit, None, POSITIONS, ATTEND))[..., [3, 9, 60]]
+        model.exit_logits(0, state),
+        full.exit_logits(0, full.heads[0](at_exit, None, POSITIONS, ATTEND))[..., [3, 9, 60]],
     )
 
 

@@ -93,7 +93,10 @@ def test_a_bad_line_is_named_and_the_others_run_if_asked(places, tmp_path, capfd
     assert message in error
     assert main([*command, "--skip-bad"]) == 0
     printed = capfd.readouterr()
-    assert [json.loads(text)["text"] for text in printed.out.splitlines()] == [answer(base, "w3"), answer(base, "w4")]
+    assert [json.loads(text)["text"] for text in printed.out.splitlines()] == [
+        answer(base, "w3"),
+        answer(base, "w4"),
+    ]
     assert f"skipped: {path} line 2: " in printed.err
 
 

@@ -55,9 +55,7 @@ def test_git_takes_the_source_folders(path):
 
 def test_import_does_not_load_torch():
     code = "import sys, hispec; print(hispec.__version__, 'torch' in sys.modules)"
-    result = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert result.stdout.split() == [hispec.__version__, "False"]
 
 

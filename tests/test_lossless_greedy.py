@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+
 from hispec.infer import Engine, SamplingParams
 
 from .models import build_heads, reference, shallow
@@ -62,9 +63,7 @@ def test_every_batch(base, batch):
     model = build_heads(shallow(base, 3), "random", committed_context=True)
     engine = Engine(model, max_num_seqs=batch, num_blocks=64)
     params = [SamplingParams(max_new_tokens=5 + 3 * index, ignore_eos=True) for index in range(8)]
-    expected = [
-        reference(model.base, prompt, p.max_new_tokens) for prompt, p in zip(PROMPTS, params)
-    ]
+    expected = [reference(model.base, prompt, p.max_new_tokens) for prompt, p in zip(PROMPTS, params, strict=True)]
     assert [completion.token_ids for completion in engine.generate(PROMPTS, params)] == expected
 
 
@@ -103,7 +102,10 @@ def test_preemption_changes_nothing(base, method):
     engine = Engine(model, method=method, num_blocks=14, block_size=8, max_num_seqs=8)
     preempted = []
     restart = type(engine._scheduler)._preempt
-    engine._scheduler._preempt = lambda sequence: (preempted.append(sequence), restart(engine._scheduler, sequence))
+    engine._scheduler._preempt = lambda sequence: (
+        preempted.append(sequence),
+        restart(engine._scheduler, sequence),
+    )
     params = SamplingParams(max_new_tokens=30, ignore_eos=True)
     expected = [reference(model.base, prompt, 30) for prompt in PROMPTS]
     assert [completion.token_ids for completion in engine.generate(PROMPTS, params)] == expected

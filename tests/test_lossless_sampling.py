@@ -5,12 +5,13 @@ import math
 
 import pytest
 import torch
+from scipy import stats
+
 from hispec.heads import EarlyExitModel
 from hispec.infer import Engine, SamplingParams
 from hispec.infer import hierarchy as hierarchy_module
 from hispec.infer.hierarchy import Hierarchy
 from hispec.infer.sampling import to_probs
-from scipy import stats
 
 from .models import build_base, build_heads
 

@@ -48,11 +48,7 @@ def test_smollm2_shows_every_knob_with_a_comment() -> None:
         part = getattr(recipe, section.name)
         if is_dataclass(part):
             assert set(values[section.name]) == {field.name for field in fields(part)}
-    knobs = [
-        line
-        for line in text.splitlines()
-        if ":" in line and not line.startswith("#") and not line.endswith(":")
-    ]
+    knobs = [line for line in text.splitlines() if ":" in line and not line.startswith("#") and not line.endswith(":")]
     assert len(knobs) > 20
     assert all(" # " in line for line in knobs)
 
@@ -62,9 +58,7 @@ def test_other_recipes_repeat_no_default() -> None:
         path = RECIPES / f"{alias}.yaml"
         for section, given in yaml.safe_load(path.read_text(encoding="utf-8")).items():
             if section != "model":
-                defaults = asdict(
-                    {"heads": HeadsRecipe(), "data": DataRecipe(), "training": TrainingRecipe()}[section]
-                )
+                defaults = asdict({"heads": HeadsRecipe(), "data": DataRecipe(), "training": TrainingRecipe()}[section])
                 assert not [key for key, value in given.items() if value == defaults[key]], alias
 
 

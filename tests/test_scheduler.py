@@ -1,13 +1,14 @@
 """Admission, preemption and release, with a model that only counts."""
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from hispec.infer import SamplingParams
 from hispec.infer.block_manager import BlockManager
 from hispec.infer.scheduler import Scheduler
 from hispec.infer.sequence import Sequence
 from hispec.infer.stats import Stats
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 
 def make_sequence(request_id: int, prompt_length: int, max_new_tokens: int) -> Sequence:

@@ -1,8 +1,9 @@
 """Commit and rollback."""
 
-from hispec.infer.sequence import Proposal
 from hypothesis import given
 from hypothesis import strategies as st
+
+from hispec.infer.sequence import Proposal
 
 from .test_scheduler import make_sequence
 

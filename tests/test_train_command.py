@@ -8,6 +8,7 @@ import time
 
 import pytest
 import torch
+from filelock import FileLock
 
 from hispec.checkpoints import load_adapter
 from hispec.infer import Engine, SamplingParams
@@ -206,3 +207,9 @@ def test_flags_go_over_the_recipe(recipe_file):
     assert recipe.training.batch_tokens == 64
     assert recipe.output == "x"
     assert main([]) == 2
+
+
+def test_a_folder_belongs_to_one_run_at_a_time(recipe_file, tmp_path, capsys):
+    with FileLock(tmp_path / ".lock"):
+        assert run(recipe_file, tmp_path) == 2
+    assert f"another hispec-train works in {tmp_path}" in capsys.readouterr().err

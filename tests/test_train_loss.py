@@ -55,9 +55,7 @@ def test_no_more_than_a_chunk_of_logits_is_alive(rows):
         widest = max(widest, len(part))
         return part @ lm_head.T
 
-    chunked_loss(
-        state, final, torch.zeros(N), loss=forward_kl, to_logits=to_logits, rows_per_chunk=8
-    ).backward()
+    chunked_loss(state, final, torch.zeros(N), loss=forward_kl, to_logits=to_logits, rows_per_chunk=8).backward()
     assert widest == 8
 
 
@@ -86,7 +84,5 @@ def test_total_variation_counts_the_mass_outside_the_draft_vocabulary():
 def test_no_gradient_is_taken_where_none_is_wanted(rows):
     lm_head, state, final, _ = rows
     with torch.no_grad():
-        loss = chunked_loss(
-            state, final, torch.zeros(N), loss=forward_kl, to_logits=lambda part: part @ lm_head.T
-        )
+        loss = chunked_loss(state, final, torch.zeros(N), loss=forward_kl, to_logits=lambda part: part @ lm_head.T)
     assert not loss.requires_grad

@@ -165,9 +165,7 @@ def test_evaluation_is_the_definition(base, cache):
     model.heads[0].draft_vocab_ids.copy_(ids)
     model.refresh_draft_vocab()
     batch = cache.read([3, 8], (2, 4), model.backbone)
-    scores = hop_scores(
-        model, batch, random_windows(batch.lengths, batch.num_prompts, 8, 0), rows_per_chunk=5
-    )
+    scores = hop_scores(model, batch, random_windows(batch.lengths, batch.num_prompts, 8, 0), rows_per_chunk=5)
     vocab_size = model.backbone.vocab_size
     for column, row in enumerate(batch.loss_rows.tolist()):
         probs = {"target": model.backbone.logits(batch.final[row]).softmax(-1)}

@@ -51,9 +51,7 @@ def test_content_comes_back_as_it_was(tmp_path: Path) -> None:
         assert loaded["tensors"][name].dtype == tensor.dtype
 
 
-def train(
-    model: nn.Module, optimizer: torch.optim.Optimizer, generator: torch.Generator, num_steps: int
-) -> None:
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, generator: torch.Generator, num_steps: int) -> None:
     for _ in range(num_steps):
         loss = model(torch.randn(4, 3, generator=generator)).square().mean()
         optimizer.zero_grad()

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from hispec.infer.sampling import draw, gumbel_noise, to_probs
-from hispec.infer.verify import verify_by_equality, verify_by_rejection
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from hispec.infer.sampling import draw, gumbel_noise, to_probs
+from hispec.infer.verify import verify_by_equality, verify_by_rejection
 
 
 def simulate(draft, target, num_samples=200_000, seed=0):
@@ -63,7 +64,9 @@ def test_padding_behind_a_short_draft_is_not_accepted():
     assert (accepted.item(), following.item()) == (1, 0)
 
 
-@pytest.mark.parametrize(("temperature", "top_k", "top_p"), [(0.2, 0, 1.0), (1.0, 3, 1.0), (2.0, 0, 0.5), (1.0, 4, 0.7)])
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"), [(0.2, 0, 1.0), (1.0, 3, 1.0), (2.0, 0, 0.5), (1.0, 4, 0.7)]
+)
 def test_probs_are_those_of_transformers(temperature, top_k, top_p):
     from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
@@ -74,9 +77,7 @@ def test_probs_are_those_of_transformers(temperature, top_k, top_p):
     if top_p < 1:
         expected = TopPLogitsWarper(top_p)(None, expected)
     rows = len(logits)
-    probs = to_probs(
-        logits, torch.full((rows,), temperature), torch.full((rows,), top_k), torch.full((rows,), top_p)
-    )
+    probs = to_probs(logits, torch.full((rows,), temperature), torch.full((rows,), top_k), torch.full((rows,), top_p))
     torch.testing.assert_close(probs, expected.softmax(-1), atol=1e-6, rtol=1e-5)
 
 

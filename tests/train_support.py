@@ -15,9 +15,7 @@ def build_tokenizer(vocab_size: int = 64) -> PreTrainedTokenizerFast:
     words = ["<pad>", "<s>", "</s>", *(f"w{index}" for index in range(3, vocab_size))]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
-    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
 
 
 def write_prompts(path: Path, num_prompts: int = 12) -> Path:

@@ -101,9 +101,7 @@ class StateCache:
     def _gather(self, name: str, rows: Sequence[slice]) -> Tensor:
         if name not in self._columns:
             have = ", ".join(map(str, self.exit_layers))
-            raise ValueError(
-                f"the cache {self.folder} has exit layers {have}, but no {name}; extend it first"
-            )
+            raise ValueError(f"the cache {self.folder} has exit layers {have}, but no {name}; extend it first")
         column = self._columns[name]
         values = torch.from_numpy(np.concatenate([column[part] for part in rows]))
         return values if column.ndim == 1 else values.view(self.dtype)
@@ -141,17 +139,13 @@ def read_index(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{folder} holds no state cache; run hispec-train to make one")
     index: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     if index["format"] != FORMAT:
-        raise ValueError(
-            f"the cache {folder} has format {index['format']}, this version reads {FORMAT}; remove it"
-        )
+        raise ValueError(f"the cache {folder} has format {index['format']}, this version reads {FORMAT}; remove it")
     return index
 
 
 def pack_token_ids(sequences: Sequence[Response]) -> Tensor:  # [T] int64
     """The tokens of whole sequences side by side."""
-    return torch.tensor(
-        [i for sequence in sequences for i in (*sequence.prompt_token_ids, *sequence.token_ids)]
-    )
+    return torch.tensor([i for sequence in sequences for i in (*sequence.prompt_token_ids, *sequence.token_ids)])
 
 
 def pack_positions(lengths: Sequence[int]) -> Tensor:  # [T] int64

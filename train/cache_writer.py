@@ -75,9 +75,7 @@ def extend_cache(
 
 
 @torch.inference_mode()
-def _compute(
-    backbone: Backbone, batch: Sequence[Response], missing: set[str]
-) -> Iterator[tuple[str, np.ndarray]]:
+def _compute(backbone: Backbone, batch: Sequence[Response], missing: set[str]) -> Iterator[tuple[str, np.ndarray]]:
     """The missing columns of one batch, in one pass that goes no deeper than it must."""
     lengths = [response.length for response in batch]
     device = backbone.device
@@ -117,9 +115,7 @@ def _pack(responses: Sequence[Response], batch_tokens: int) -> Iterator[list[Res
         yield batch
 
 
-def _num_fitting(
-    responses: Sequence[Response], exit_layers: Sequence[int], backbone: Backbone, max_gb: float
-) -> int:
+def _num_fitting(responses: Sequence[Response], exit_layers: Sequence[int], backbone: Backbone, max_gb: float) -> int:
     """How many responses fit into `max_gb`; says so where it is not all."""
     max_rows = int(max_gb * 1e9) // bytes_per_token(backbone, exit_layers)
     num_rows = np.cumsum([response.length for response in responses])
@@ -140,9 +136,7 @@ def _keep_sequences(folder: Path, responses: Sequence[Response]) -> None:
     cached = list(read_responses(folder / "sequences.jsonl"))
     num_common = min(len(cached), len(responses))
     if cached[:num_common] != list(responses[:num_common]):
-        raise ValueError(
-            f"the cache {folder} was made of other responses; remove it or use another output folder"
-        )
+        raise ValueError(f"the cache {folder} was made of other responses; remove it or use another output folder")
     if len(responses) > len(cached):
         write_responses(folder / "sequences.jsonl", responses)
 

@@ -22,9 +22,7 @@ def build_parser() -> argparse.ArgumentParser:
         "The same command again, after any interruption, goes on where it was.",
     )
     parser.add_argument("--model", metavar="NAME", help="alias, hub id or folder of the base model")
-    parser.add_argument(
-        "--recipe", metavar="NAME", help="recipe: an alias or a YAML file (default: that of --model)"
-    )
+    parser.add_argument("--recipe", metavar="NAME", help="recipe: an alias or a YAML file (default: that of --model)")
     parser.add_argument(
         "--exit-layers",
         "--exit_layers",
@@ -52,12 +50,8 @@ def build_parser() -> argparse.ArgumentParser:
         help="token ids that a head scores, the most frequent ones; 0 for the whole vocabulary",
     )
     parser.add_argument("--data", metavar="FILE", help='prompts: JSONL of {"id", "kind", "prompt"}')
-    parser.add_argument(
-        "--num-tokens", "--num_tokens", type=int, metavar="N", help="response tokens to regenerate"
-    )
-    parser.add_argument(
-        "--max-steps", "--max_steps", type=int, metavar="N", help="end training after N steps"
-    )
+    parser.add_argument("--num-tokens", "--num_tokens", type=int, metavar="N", help="response tokens to regenerate")
+    parser.add_argument("--max-steps", "--max_steps", type=int, metavar="N", help="end training after N steps")
     parser.add_argument(
         "--cache-layers",
         "--cache_layers",
@@ -73,9 +67,7 @@ def build_parser() -> argparse.ArgumentParser:
         default=True,
         help="go on from the checkpoints in --output; --no-resume trains anew, on the same responses",
     )
-    parser.add_argument(
-        "--seed", type=int, help="seed of sampling, of the order of the data and of the windows"
-    )
+    parser.add_argument("--seed", type=int, help="seed of sampling, of the order of the data and of the windows")
     parser.add_argument("--dtype", default="auto", help="dtype of the base: auto, bfloat16 or float32")
     parser.add_argument(
         "--dry-run", "--dry_run", action="store_true", help="print the plan and what it costs, and do nothing"
@@ -104,9 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def resolve_recipe(options: argparse.Namespace) -> Recipe:
     """The recipe with every flag that was given put over it."""
     if options.recipe is None and options.model is None:
-        raise ValueError(
-            "name a base model with --model or a recipe with --recipe, for example --model smollm2"
-        )
+        raise ValueError("name a base model with --model or a recipe with --recipe, for example --model smollm2")
     recipe = load_recipe(options.recipe if options.recipe is not None else options.model)
     if options.recipe is not None and options.model is not None:
         recipe = replace(recipe, model=resolve_model(options.model))

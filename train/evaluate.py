@@ -47,14 +47,10 @@ def evaluate(
     with tqdm(total=total, unit="tok", desc="evaluate", disable=not show_progress) as progress:
         for batch in _batches(model, cache, indices, batch_tokens):
             num_tokens += len(batch.loss_rows)
-            scores = hop_scores(
-                model, batch, random_windows(batch.lengths, batch.num_prompts, max_window, seed)
-            )
+            scores = hop_scores(model, batch, random_windows(batch.lengths, batch.num_prompts, max_window, seed))
             overall.add(scores)
             rows = [max(0, n - 1 - p) for n, p in zip(batch.lengths, batch.num_prompts, strict=True)]
-            for kind, *parts in zip(
-                batch.kinds, *(score.split(rows, 1) for score in scores.values()), strict=True
-            ):
+            for kind, *parts in zip(batch.kinds, *(score.split(rows, 1) for score in scores.values()), strict=True):
                 by_kind[kind].add(dict(zip(scores, parts, strict=True)))
             for distance in distances if needs_distance else ():
                 last_known = fixed_distance(batch.lengths, batch.num_prompts, distance)
@@ -122,9 +118,7 @@ def _union_ids(model: EarlyExitModel) -> Tensor | None:
     return torch.cat(known).unique() if len(known) == len(vocabularies) else None
 
 
-def _batches(
-    model: EarlyExitModel, cache: StateCache, indices: Sequence[int], batch_tokens: int
-) -> Iterator[Batch]:
+def _batches(model: EarlyExitModel, cache: StateCache, indices: Sequence[int], batch_tokens: int) -> Iterator[Batch]:
     chosen: list[int] = []
     num_tokens = 0
     for index in indices:
@@ -146,9 +140,7 @@ class _Means:
 
     def add(self, scores: dict[str, Tensor]) -> None:
         for hop, score in scores.items():
-            self.sums[hop] = (
-                self.sums.get(hop, torch.zeros(2, dtype=torch.float64)) + score.double().sum(1).cpu()
-            )
+            self.sums[hop] = self.sums.get(hop, torch.zeros(2, dtype=torch.float64)) + score.double().sum(1).cpu()
             self.num_rows[hop] = self.num_rows.get(hop, 0) + score.shape[1]
 
     def result(self) -> dict[str, dict[str, float]]:

@@ -40,9 +40,7 @@ def chunked_loss(
     log_normaliser: Tensor,  # [N] float32, logsumexp of the base's logits over its whole vocabulary
     *,
     loss: Callable[[Tensor, Tensor], Tensor],
-    to_logits: Callable[
-        [Tensor], Tensor
-    ],  # [n, D] -> [n, V_d], the frozen LM head, of the base as of the head
+    to_logits: Callable[[Tensor], Tensor],  # [n, D] -> [n, V_d], the frozen LM head, of the base as of the head
     rows_per_chunk: int = 512,
 ) -> Tensor:  # [] float32
     """The loss summed over the rows, differentiable in `state` (the only input that is trained)."""
@@ -61,9 +59,7 @@ class _ChunkedLoss(torch.autograd.Function):
     """Takes each chunk's gradient at once, so that only one chunk's logits are alive at a time."""
 
     @staticmethod
-    def forward(
-        ctx: Any, state: Tensor, of_rows: Callable[[Tensor, int], Tensor], rows_per_chunk: int
-    ) -> Tensor:
+    def forward(ctx: Any, state: Tensor, of_rows: Callable[[Tensor, int], Tensor], rows_per_chunk: int) -> Tensor:
         gradient = torch.zeros_like(state)
         total = torch.zeros((), dtype=torch.float32, device=state.device)
         for start in range(0, len(state), rows_per_chunk):

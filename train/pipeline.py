@@ -2,11 +2,13 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
 from transformers import PreTrainedModel
 
 from ..checkpoints import fingerprint, run_record, save_adapter
@@ -18,7 +20,7 @@ from .cache_writer import extend_cache
 from .evaluate import evaluate
 from .exit_states import exit_heads
 from .prompts import Prompt, fingerprint_prompts, is_held_out, read_prompts
-from .responses import Response, read_beginning, regenerate, render, response_order
+from .responses import Response, read_beginning, regenerate, response_order
 from .split import split_sequences
 from .trainer import Trainer
 from .vocabulary import frequent_tokens
@@ -44,10 +46,21 @@ def make_adapter(
     recipe = resolve(recipe, base)
     folder.mkdir(parents=True, exist_ok=True)
     assert recipe.heads.exit_layers is not None
-    responses = regenerate_responses(folder, base, tokenizer, recipe.data, seed=recipe.training.seed)
-    layers = sorted({*recipe.heads.exit_layers, *cache_layers})
-    cache = cache_states(folder, responses, base, layers, max_gb=recipe.data.max_cache_gb)
-    return train_adapter(folder, cache, base, recipe, resume=resume, command=command)
+    with alone_in(folder):
+        responses = regenerate_responses(folder, base, tokenizer, recipe.data, seed=recipe.training.seed)
+        layers = sorted({*recipe.heads.exit_layers, *cache_layers})
+        cache = cache_states(folder, responses, base, layers, max_gb=recipe.data.max_cache_gb)
+        return train_adapter(folder, cache, base, recipe, resume=resume, command=command)
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Keep other processes out of a run's folder; ValueError where one works in it already."""
+    try:
+        with FileLock(folder / ".lock", timeout=0):
+            yield
+    except Timeout:
+        raise ValueError(f"another hispec-train works in {folder}; wait for it or choose another --output") from None
 
 
 def resolve(recipe: Recipe, base: PreTrainedModel) -> Recipe:
@@ -184,7 +197,7 @@ def make_engine(base: PreTrainedModel, tokenizer: Any, prompts: Sequence[Prompt]
     longest = 0
     for prompt in prompts:
         try:
-            longest = max(longest, len(render(renderer, prompt)))
+            longest = max(longest, len(renderer.encode_turn(prompt.text)))
         except ValueError as error:
             raise ValueError(f"prompt {prompt.id!r}: {error}") from None
     length = min(longest + data.max_new_tokens, model.backbone.max_context)

@@ -19,7 +19,7 @@ from .cache_writer import extend_cache
 from .exit_states import exit_heads
 from .pipeline import make_engine, make_model, resolve
 from .prompts import Prompt, is_held_out, read_prompts
-from .responses import Response, read_responses, render
+from .responses import Response, read_responses
 from .trainer import Trainer, newest_step
 
 NUM_PROBED = 16
@@ -38,15 +38,13 @@ class Rates:
     """Response tokens trained on, by all heads."""
 
 
-def describe_plan(
-    recipe: Recipe, base: PreTrainedModel, tokenizer: Any, *, cache_layers: Sequence[int] = ()
-) -> str:
+def describe_plan(recipe: Recipe, base: PreTrainedModel, tokenizer: Any, *, cache_layers: Sequence[int] = ()) -> str:
     """The plan of a run as text; takes a few seconds of measuring and writes nothing that stays."""
     recipe = resolve(recipe, base)
     assert recipe.heads.exit_layers is not None
     prompts = read_prompts(recipe.data.prompts_path())
     engine = make_engine(base, tokenizer, prompts, recipe.data)
-    rendered = [render(engine, prompt) for prompt in prompts]
+    rendered = [engine.encode_turn(prompt.text) for prompt in prompts]
     layers = sorted({*recipe.heads.exit_layers, *cache_layers})
     rates = probe(recipe, base, engine, rendered, layers)
     model = make_model(base, recipe, [])
@@ -175,8 +173,7 @@ def _describe_stages(
     return [
         f"responses  {data.num_tokens} tokens, {sum(made)} done: {_time(left['responses'])} "
         f"at {rates.responses:.0f} tokens/s",
-        f"cache      about {num_rows} tokens, {num_cached} done: {_time(left['cache'])} "
-        f"at {rates.cached:.0f} tokens/s",
+        f"cache      about {num_rows} tokens, {num_cached} done: {_time(left['cache'])} at {rates.cached:.0f} tokens/s",
         f"train      about {num_steps} steps of {training.batch_tokens} tokens, {done} done: "
         f"{_time(left['train'])} at {rates.trained:.0f} tokens/s",
         f"in all     {_time(sum(left.values()))}; {disk / 1e9:.1f} GB of disk in {folder}, "

@@ -31,12 +31,8 @@ def read_prompts(path: str | Path) -> list[Prompt]:
     except FileNotFoundError:
         raise ValueError(f"prompts file {path} does not exist; give a JSONL file with --data") from None
     except UnicodeDecodeError as error:
-        raise ValueError(
-            f"prompts file {path} is not UTF-8 text ({error.reason} at byte {error.start})"
-        ) from None
-    prompts = [
-        _parse(line, f"{path} line {number}", number) for number, line in enumerate(lines, 1) if line.strip()
-    ]
+        raise ValueError(f"prompts file {path} is not UTF-8 text ({error.reason} at byte {error.start})") from None
+    prompts = [_parse(line, f"{path} line {number}", number) for number, line in enumerate(lines, 1) if line.strip()]
     if not prompts:
         raise ValueError(f'prompts file {path} holds no prompts; each line is {{"id", "kind", "prompt"}}')
     seen: set[str] = set()

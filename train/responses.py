@@ -109,7 +109,7 @@ def regenerate(
                         temperature=temperature if sample else 0.0,
                         seed=_item_seed(seed, prompt.id, sample) if sample else None,
                     )
-                    running[engine.add_request(render(engine, prompt), params)] = (prompt, sample)
+                    running[engine.add_request(engine.encode_turn(prompt.text), params)] = (prompt, sample)
                 num_skipped = max(0, num_skipped - num_free)
                 if not running:
                     break
@@ -134,12 +134,6 @@ def regenerate(
 def read_beginning(path: Path, order: Sequence[tuple[Prompt, int]]) -> list[Response]:
     """What is finished in the order of `order`, up to the first missing one; also while `path` grows."""
     return _beginning(_read_finished(path), [(prompt.id, sample) for prompt, sample in order], float("inf"))
-
-
-def render(engine: Engine, prompt: Prompt) -> list[int]:
-    """Token ids of a prompt as a user's turn of the chat template, or as raw text where the base has none."""
-    has_template = getattr(engine.tokenizer, "chat_template", None) is not None
-    return engine.encode([{"role": "user", "content": prompt.text}] if has_template else prompt.text)
 
 
 def _response(prompt: Prompt, sample: int, completion: Completion) -> Response:
@@ -191,9 +185,7 @@ def read_responses(path: Path) -> Iterator[Response]:
                 record: dict[str, Any] = json.loads(line)
                 yield Response(**record)
             except (ValueError, TypeError):
-                raise ValueError(
-                    f"{path} line {number} is not a response; delete the line, then run again"
-                ) from None
+                raise ValueError(f"{path} line {number} is not a response; delete the line, then run again") from None
 
 
 def _drop_torn_line(path: Path) -> None:

@@ -51,8 +51,7 @@ class Trainer:
         eval_interval: int = 200,
         checkpoint_interval: int = 100,
         seed: int = 0,
-        settings: Mapping[str, Any]
-        | None = None,  # JSON-ready; what must be the same for a checkpoint to go on
+        settings: Mapping[str, Any] | None = None,  # JSON-ready; what must be the same for a checkpoint to go on
         resume: bool = True,  # False forgets the checkpoints in `folder`
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -94,9 +93,7 @@ class Trainer:
                 while self.num_steps < len(self.batches):
                     losses = self.step()
                     progress.update(self.num_tokens[self.num_steps - 1])
-                    progress.set_postfix_str(
-                        " ".join(f"{exit}: {value:.3f}" for exit, value in losses.items())
-                    )
+                    progress.set_postfix_str(" ".join(f"{exit}: {value:.3f}" for exit, value in losses.items()))
                     if self.num_steps % self.checkpoint_interval == 0 or self.num_steps == len(self.batches):
                         self._save()
                     self._evaluate_if_due()
@@ -111,9 +108,7 @@ class Trainer:
         batch = self.cache.read(self.batches[self.num_steps], self.model.exit_layers, self.model.backbone)
         losses = self._backward(batch)
         # Head by head, so that no head's training depends on which others are trained beside it.
-        norms = [
-            nn.utils.clip_grad_norm_(head.parameters(), MAX_GRAD_NORM).item() for head in self.model.heads
-        ]
+        norms = [nn.utils.clip_grad_norm_(head.parameters(), MAX_GRAD_NORM).item() for head in self.model.heads]
         for (name, loss), norm in zip(losses.items(), norms, strict=True):
             if not (math.isfinite(loss) and math.isfinite(norm)):
                 raise ValueError(
@@ -122,9 +117,7 @@ class Trainer:
                 )
         self._updating = True
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate_at(
-                self.num_steps, len(self.batches), self.learning_rate, self.warmup_steps
-            )
+            group["lr"] = learning_rate_at(self.num_steps, len(self.batches), self.learning_rate, self.warmup_steps)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.num_steps += 1
@@ -133,9 +126,7 @@ class Trainer:
         return losses
 
     def _backward(self, batch: Batch) -> dict[str, float]:
-        windows = random_windows(
-            batch.lengths, batch.num_prompts, self.max_window, self.seed + self.num_steps
-        )
+        windows = random_windows(batch.lengths, batch.num_prompts, self.max_window, self.seed + self.num_steps)
         context = batch_context(batch, windows)
         final, log_normaliser = batch.final[batch.loss_rows], batch.log_normaliser[batch.loss_rows]
         losses = {}
@@ -171,9 +162,7 @@ class Trainer:
             "optimizer": self.optimizer.state_dict(),
             "losses": self.curve.losses,
         }
-        save_training_state(
-            self.checkpoints, TrainingState(step=self.num_steps, content=content), self.settings
-        )
+        save_training_state(self.checkpoints, TrainingState(step=self.num_steps, content=content), self.settings)
 
     def _restore(self) -> TrainingState | None:
         """Go on from the newest checkpoint, where there is one."""

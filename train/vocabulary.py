@@ -15,9 +15,7 @@ def frequent_tokens(
 ) -> Tensor:  # [size] int64, rising
     """The `size` most frequent token ids of the responses; unseen ones, lowest first, fill up."""
     if not 1 <= size <= vocab_size:
-        raise ValueError(
-            f"the draft vocabulary size is {size}; the base has {vocab_size} tokens, so 1 to {vocab_size}"
-        )
+        raise ValueError(f"the draft vocabulary size is {size}; the base has {vocab_size} tokens, so 1 to {vocab_size}")
     counts = torch.zeros(vocab_size, dtype=torch.int64)
     for response in responses:
         counts += torch.bincount(torch.tensor(response.token_ids, dtype=torch.int64), minlength=vocab_size)
