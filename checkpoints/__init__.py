@@ -1,6 +1,7 @@
 """What lives on disk and on the hub: base models, adapters and training states."""
 
 from .adapter import load_adapter, save_adapter, shipped_adapter
+from .atomic import write_atomically
 from .base_model import load_base
 from .provenance import fingerprint, run_record
 from .training_state import TrainingState, load_training_state, save_training_state
@@ -15,4 +16,5 @@ __all__ = [
     "save_adapter",
     "save_training_state",
     "shipped_adapter",
+    "write_atomically",
 ]

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..heads import EarlyExitModel, ExitHead, ExitHeadConfig
-from .atomic_folder import atomic_folder
+from .atomic import atomic_folder
 from .base_model import load_base
 from .hub import download, is_hub_id
 from .provenance import base_source, explain_mismatch, fingerprint
@@ -139,6 +139,9 @@ def _read_config(folder: Path) -> dict[str, Any]:
             f"{path} has format version {config['format_version']!r}, this hispec reads {FORMAT_VERSION}; update hispec"
         )
     _check_keys(config, CONFIG_KEYS, str(path))
+    for key in ("base_model_name_or_path", "revision"):
+        if config[key] is not None and not isinstance(config[key], str):
+            raise ValueError(f"{path}: {key} is {config[key]!r}, neither text nor null; get the adapter again")
     recorded = config["base_fingerprint"]
     if (
         not isinstance(recorded, dict)

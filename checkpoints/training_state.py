@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from .atomic_folder import atomic_folder
+from .atomic import atomic_folder
 
 FORMAT_VERSION = 1
 NUM_KEPT = 2

@@ -53,6 +53,7 @@ class EarlyExitModel(nn.Module):
         """
         if draft_vocab_ids is not None:
             draft_vocab_size = len(draft_vocab_ids)
+            _check_draft_vocab(draft_vocab_ids, base.get_output_embeddings().weight.shape[0])
         check_exit_layers(tuple(exit_layers), base.config.num_hidden_layers)
         configs = [
             ExitHeadConfig(
@@ -99,3 +100,10 @@ class EarlyExitModel(nn.Module):
         result = super()._apply(fn, recurse)
         self.refresh_draft_vocab()
         return result
+
+
+def _check_draft_vocab(token_ids: Tensor, vocab_size: int) -> None:
+    if len(token_ids.unique()) < len(token_ids):
+        raise ValueError("draft_vocab_ids name a token twice; each may stand once")
+    if len(token_ids) and not 0 <= int(token_ids.min()) <= int(token_ids.max()) < vocab_size:
+        raise ValueError(f"draft_vocab_ids hold an id outside 0 to {vocab_size - 1}")

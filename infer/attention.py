@@ -78,7 +78,7 @@ class PagedAttention:
         keys, values = keys.transpose(1, 2), values.transpose(1, 2)  # [B, Hkv, S, Dh]
         num_heads, num_kv_heads, num_keys = query.shape[1], keys.shape[1], keys.shape[2]
         query = query.reshape(num_seqs, num_queries, num_heads, -1).transpose(1, 2)
-        if isinstance(group.slots, slice) and num_queries == num_keys > 1 and (window is None or num_keys <= window):
+        if num_seqs == 1 and num_queries == num_keys > 1 and (window is None or num_keys <= window):
             output = F.scaled_dot_product_attention(
                 query, keys, values, is_causal=True, scale=scaling, enable_gqa=num_heads > num_kv_heads
             )
@@ -89,11 +89,11 @@ class PagedAttention:
         output = F.scaled_dot_product_attention(
             folded, keys, values, attn_mask=self._mask(index, window, groups, num_keys), scale=scaling
         )
-        return output.view(num_seqs, num_heads, num_queries, -1).transpose(1, 2)
+        return output.reshape(num_seqs, num_heads, num_queries, -1).transpose(1, 2)
 
     def _mask(self, index: int, window: int | None, groups: int, num_keys: int) -> Tensor | None:  # [B, 1, G * Q, S]
         group = self._groups[index]
-        if isinstance(group.slots, slice) and group.num_queries == 1 and (window is None or num_keys <= window):
+        if len(group.spans) == 1 and group.num_queries == 1 and (window is None or num_keys <= window):
             return None
         if (index, window, groups) not in self._masks:
             starts = torch.tensor([span.start for span in group.spans], device=self._device)[:, None, None]

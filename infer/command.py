@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -55,6 +56,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="before the target is asked",
     )
     running.add_argument("--batch-size", "--batch_size", type=int, default=1, metavar="N", help="prompts side by side")
+    running.add_argument("--num-blocks", "--num_blocks", type=int, metavar="N", help="of 16 tokens, in the KV cache")
     running.add_argument("--dtype", default="auto", help="auto, float32 or bfloat16")
     running.add_argument("--device", default="auto", help="auto, cpu or cuda")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write JSON lines there instead of text here")
@@ -68,14 +70,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _run(options)
     except KeyboardInterrupt:
-        print("\nhispec-infer: interrupted; finished results were kept", file=sys.stderr)
+        print("\nhispec-infer: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
+        # Nobody reads on; what is left in the buffer must not complain at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except OSError as error:
-        print(f"hispec-infer: error: {error.strerror}: {error.filename}", file=sys.stderr)
-        return 2
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         print(f"hispec-infer: error: {error}", file=sys.stderr)
         return 2
 
@@ -83,6 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(options: argparse.Namespace) -> int:
     if not options.prompt and options.input is None:
         raise ValueError("there is no prompt; give --prompt TEXT or --input FILE")
+    check_output(options.output, options.input)
     params = SamplingParams(
         max_new_tokens=options.max_new_tokens,
         temperature=options.temperature,
@@ -95,6 +97,7 @@ def _run(options: argparse.Namespace) -> int:
         "num_draft_tokens": options.num_draft_tokens,
         "num_provisional_tokens": options.num_provisional_tokens,
         "max_num_seqs": options.batch_size,
+        "num_blocks": options.num_blocks,
     }
     print(f"{options.model} is {resolve_model(options.model).source}", file=sys.stderr)
     engine = Engine.from_pretrained(
@@ -104,24 +107,30 @@ def _run(options: argparse.Namespace) -> int:
         device=options.device,
         **{name: value for name, value in engine_options.items() if value is not None},
     )
-    lines = read_prompts(engine, options)
+    lines = read_prompts(engine, options, params)
     start = time.perf_counter()
     if options.output is None and not options.json and options.batch_size == 1:
         stream_to_terminal(engine, lines, params)
     else:
         with open_output(options.output) as file:
-            write_results(engine, lines, params, file, as_json=options.json or options.output is not None)
+            as_json = options.json or options.output is not None
+            write_results(engine, lines, params, WholeLines(file, options.output), as_json=as_json)
     print(describe(engine.stats, engine.model.backbone.num_layers, time.perf_counter() - start), file=sys.stderr)
     return 0
 
 
-def read_prompts(engine: Engine, options: argparse.Namespace) -> list[PromptLine]:
+def read_prompts(engine: Engine, options: argparse.Namespace, params: SamplingParams) -> list[PromptLine]:
     """All prompts of the command line, as token ids; bad lines are told on standard error."""
 
     def encode(prompt: Prompt) -> list[int]:
-        return engine.encode_turn(prompt) if isinstance(prompt, str) and not options.raw else engine.encode(prompt)
+        as_turn = isinstance(prompt, str) and not options.raw
+        token_ids = engine.encode_turn(prompt) if as_turn else engine.encode(prompt)
+        engine.check_room(token_ids, params)
+        return token_ids
 
-    lines = [PromptLine(id=str(number), token_ids=encode(prompt)) for number, prompt in enumerate(options.prompt, 1)]
+    lines = [
+        PromptLine(id=f"prompt-{number}", token_ids=encode(prompt)) for number, prompt in enumerate(options.prompt, 1)
+    ]
     if options.input is not None:
         read, complaints = read_prompt_file(options.input, encode, skip_bad=options.skip_bad)
         lines.extend(read)
@@ -140,24 +149,53 @@ def stream_to_terminal(engine: Engine, lines: Sequence[PromptLine], params: Samp
         print()
 
 
+class WholeLines:
+    """Writes whole lines, each at once: a full disk costs the line that did not fit, and leaves no part of it."""
+
+    def __init__(self, file: IO[str], path: Path | None) -> None:
+        self._file = file
+        self._path = path
+
+    def write(self, text: str) -> None:
+        """Write `text` and a line's end; OSError names the output and the remedy."""
+        start = 0 if self._path is None else self._path.stat().st_size
+        try:
+            self._file.write(text + "\n")
+            self._file.flush()
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            if self._path is not None:
+                os.truncate(self._path, start)
+            place = self._path or "standard output"
+            raise OSError(f"{place} cannot be written: {error.strerror}; make room, then run again") from None
+
+
 def write_results(
-    engine: Engine, lines: Sequence[PromptLine], params: SamplingParams, file: IO[str], *, as_json: bool
+    engine: Engine, lines: Sequence[PromptLine], params: SamplingParams, output: WholeLines, *, as_json: bool
 ) -> None:
-    """Write each completion as soon as it and all before it are finished, each line whole."""
-    ids = {engine.add_request(line.token_ids, params): place for place, line in enumerate(lines)}
+    """Write each completion as soon as it and all before it are finished; after Ctrl-C, all that are finished."""
+    places = {engine.add_request(line.token_ids, params): place for place, line in enumerate(lines)}
     finished: dict[int, Completion] = {}
-    written = 0
+    num_written = 0
+
+    def write(place: int) -> None:
+        line, completion = lines[place], finished.pop(place)
+        output.write(json.dumps(to_record(line, completion)) if as_json else f"--- {line.id}\n{completion.text}")
+
     with tqdm(total=len(lines), unit="prompt", file=sys.stderr) as bar:
-        while engine.has_unfinished:
-            for completion in engine.step():
-                finished[ids[completion.request_id]] = completion
-                bar.update()
-            while written in finished:
-                line, completion = lines[written], finished.pop(written)
-                text = json.dumps(to_record(line, completion)) if as_json else f"--- {line.id}\n{completion.text}"
-                file.write(text + "\n")
-                file.flush()
-                written += 1
+        try:
+            while engine.has_unfinished:
+                for completion in engine.step():
+                    finished[places[completion.request_id]] = completion
+                    bar.update()
+                while num_written in finished:
+                    write(num_written)
+                    num_written += 1
+        except KeyboardInterrupt:
+            for place in sorted(finished):
+                write(place)
+            raise
 
 
 def to_record(line: PromptLine, completion: Completion) -> dict[str, Any]:
@@ -169,6 +207,17 @@ def to_record(line: PromptLine, completion: Completion) -> dict[str, Any]:
         "finish_reason": completion.finish_reason,
         "stats": completion.stats.to_dict(),
     }
+
+
+def check_output(path: Path | None, source: Path | None) -> None:
+    """Raise ValueError, before a model is loaded, where the output cannot be written or is the input."""
+    if path is None:
+        return
+    if source is not None and path.resolve() == source.resolve():
+        raise ValueError(f"the output {path} is the input; choose another --output")
+    folder = path.resolve().parent
+    if path.is_dir() or not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+        raise ValueError(f"the output {path} cannot be written; choose another --output")
 
 
 def open_output(path: Path | None) -> IO[str]:

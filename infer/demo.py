@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, get_args
 
 import torch
 from tqdm import tqdm
+from transformers import GenerationConfig
 
 from ..recipes import resolve_model
 from .config import Method, SamplingParams
@@ -53,9 +54,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--num-provisional-tokens", "--num_provisional_tokens", type=int, default=4, metavar="N")
     parser.add_argument("--dtype", default="float32", help="float32 (all texts are equal; default) or bfloat16")
     options = parser.parse_args(argv)
+    if options.limit < 1:
+        parser.error(f"--limit is {options.limit}; it must be at least 1")
     try:
         return _run(options)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -111,9 +114,14 @@ def run_generate(base: Any, ids: list[int], max_new_tokens: int) -> Run:
     """The plain greedy `generate` of transformers."""
     prompt = torch.tensor([ids], device=base.device)
     start = time.perf_counter()
-    output = base.generate(
-        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=max_new_tokens, do_sample=False
+    # Of the model's own settings only the end tokens: some ask for penalties that our greedy decoding does not have.
+    config = GenerationConfig(
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        eos_token_id=base.generation_config.eos_token_id,
+        pad_token_id=base.generation_config.pad_token_id,
     )
+    output = base.generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=config)
     return Run(output[0, len(ids) :].tolist(), time.perf_counter() - start, None)
 
 

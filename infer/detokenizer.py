@@ -31,12 +31,16 @@ class Detokenizer:
         return self._read(is_last=True)
 
     def _read(self, *, is_last: bool) -> str:
+        if self._num_read == len(self._token_ids):
+            return ""
         before = decode(self._tokenizer, self._token_ids[self._start : self._num_read])
         text = decode(self._tokenizer, self._token_ids[self._start :])
         if text.endswith(REPLACEMENT) and not is_last:
             return ""
-        self._start, self._num_read = self._num_read, len(self._token_ids)
-        return text[len(before) :]
+        piece = text[len(before) :]
+        if piece:
+            self._start, self._num_read = self._num_read, len(self._token_ids)
+        return piece
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, token_ids: Items[int]) -> str:

@@ -4,11 +4,13 @@ import itertools
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
 import torch
+from jinja2 import TemplateError
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -70,13 +72,15 @@ class Engine:
         backbone = model.backbone
         levels = _levels(model, self.config.method)
         lengths = [0] + [self.config.num_draft_tokens] * (len(levels) - 1)
+        max_proposed = lengths[-1]
         if self.config.method == "hispec":
             lengths[-1] = self.config.num_provisional_tokens
-        max_proposed = lengths[-1]
+            # One short of enough, the intermediate level verifies a whole draft more and adds its token.
+            max_proposed = self.config.num_provisional_tokens + self.config.num_draft_tokens
         num_cache_layers = backbone.num_layers + len(model.heads)
         cache_shape = (num_cache_layers, backbone.num_kv_heads, backbone.head_dim)
         num_blocks = self.config.num_blocks or _default_num_blocks(
-            self.config, backbone.max_context, bytes_per_token(*cache_shape, backbone.dtype)
+            self.config, backbone.max_context, bytes_per_token(*cache_shape, backbone.dtype), backbone.device
         )
         kv_cache = KVCache(
             num_cache_layers,
@@ -101,6 +105,9 @@ class Engine:
         )
         self._request_ids = itertools.count()
         self._unfinished: dict[int, Sequence] = {}
+        self._streamed: set[int] = set()
+        # Finished while `generate` or `stream` ran for somebody else; the next `step` returns them.
+        self._undelivered: list[Completion] = []
         self.stats = Stats.of_levels(self._level_names)
         """Counts over all finished completions."""
 
@@ -115,11 +122,11 @@ class Engine:
     ) -> "Engine":
         """An engine for an alias (such as `smollm2`), a hub id or a folder, with its shipped or a given adapter.
 
-        Without an adapter the method is autoregressive unless `options` say otherwise. Raises ValueError for an
-        unknown name, or an adapter that does not belong to the base.
+        The method is the deepest that the heads serve unless `options` say otherwise. Raises ValueError for an unknown
+        name, or an adapter that does not belong to the base.
         """
         source = resolve_model(name)
-        base, tokenizer = load_base(source.model, dtype=dtype, device=device, revision=source.revision)
+        base, tokenizer = load_base(source.source, dtype=dtype, device=device, revision=source.revision)
         adapter = adapter or shipped_adapter(name)
         return cls.from_base(base, tokenizer, adapter, **options)
 
@@ -131,29 +138,24 @@ class Engine:
         adapter: str | Path | None = None,
         **options: Any,
     ) -> "Engine":
-        """An engine for a loaded base, with the heads of `adapter`; autoregressive where there is none."""
-        if adapter is None:
-            return cls(EarlyExitModel.from_configs(base, []), tokenizer, **({"method": "autoregressive"} | options))
-        return cls(load_adapter(adapter, base=base), tokenizer, **options)
+        """An engine for a loaded base, with the heads of `adapter`, by the deepest method that they serve."""
+        model = EarlyExitModel.from_configs(base, []) if adapter is None else load_adapter(adapter, base=base)
+        method = ("autoregressive", "single-layer", "hispec")[min(len(model.heads), 2)]
+        return cls(model, tokenizer, **({"method": method} | options))
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether any request is still waiting or running."""
-        return bool(self._unfinished)
+        """Whether `step` has any completion still to return."""
+        return bool(self._unfinished or self._undelivered)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt; ValueError for an empty prompt or what this tokenizer cannot read."""
-        if not isinstance(prompt, str) and all(isinstance(item, int) for item in prompt):
+        if not isinstance(prompt, str) and all(isinstance(item, Integral) for item in prompt):
             token_ids = [int(item) for item in prompt]  # type: ignore[call-overload]
         elif self.tokenizer is None:
             raise ValueError("this engine has no tokenizer; give prompts as lists of token ids")
-        elif isinstance(prompt, str):
-            token_ids = list(self.tokenizer(prompt)["input_ids"])
         else:
-            if self.tokenizer.chat_template is None:
-                raise ValueError("this model has no chat template; give the prompt as plain text")
-            rendered = self.tokenizer.apply_chat_template(list(prompt), tokenize=False, add_generation_prompt=True)
-            token_ids = list(self.tokenizer(rendered, add_special_tokens=False)["input_ids"])
+            token_ids = _tokenize(self.tokenizer, prompt)
         if not token_ids:
             raise ValueError("the prompt is empty; it needs at least one token")
         vocab_size, max_context = self.model.backbone.vocab_size, self.model.backbone.max_context
@@ -170,16 +172,24 @@ class Engine:
         has_template = self.tokenizer is not None and self.tokenizer.chat_template is not None
         return self.encode([{"role": "user", "content": text}] if has_template and text else text)
 
+    def check_room(self, prompt_ids: Items[int], params: SamplingParams) -> None:
+        """Raise ValueError where the KV cache could never hold this request."""
+        self._scheduler.check(self._max_length(prompt_ids, params))
+
+    def _max_length(self, prompt_ids: Items[int], params: SamplingParams) -> int:
+        return min(len(prompt_ids) + params.max_new_tokens, self.model.backbone.max_context)
+
     def add_request(self, prompt: Prompt, params: SamplingParams | None = None) -> int:
         """Queue a prompt; returns the id that its completion will carry. ValueError if it cannot be served."""
         params = params or SamplingParams()
         prompt_ids = self.encode(prompt)
+        self.check_room(prompt_ids, params)
         sequence = Sequence(
             request_id=next(self._request_ids),
             prompt_ids=prompt_ids,
             params=params,
             stop_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_ids()),
-            max_length=min(len(prompt_ids) + params.max_new_tokens, self.model.backbone.max_context),
+            max_length=self._max_length(prompt_ids, params),
             stats=Stats.of_levels(self._level_names),
             proposed=[[] for _ in self._level_names[:-1]],
             num_computed=[0] * len(self._level_names),
@@ -195,21 +205,42 @@ class Engine:
         if request_id not in self._unfinished:
             raise ValueError(f"there is no unfinished request {request_id}")
         self._scheduler.finish(self._unfinished.pop(request_id))
+        self._streamed.discard(request_id)
 
     def step(self) -> list[Completion]:
         """Read in what was admitted and run one round for the others; returns what finished."""
+        self._undelivered.extend(self._advance())
+        completions, self._undelivered = self._undelivered, []
+        return completions
+
+    def _advance(self) -> list[Completion]:
         prefill, decoding = self._scheduler.schedule()
-        if decoding:
-            self._hierarchy.round(decoding)
-        if prefill:
-            self._hierarchy.prefill(prefill)
+        try:
+            if decoding:
+                self._hierarchy.round(decoding)
+            if prefill:
+                self._hierarchy.prefill(prefill)
+        except BaseException:
+            # Half of a round is no state to go on from: all is computed anew from the committed tokens.
+            self._undelivered.extend(self._collect(prefill + decoding))
+            self._scheduler.preempt_all()
+            raise
+        return self._collect(prefill + decoding)
+
+    def _collect(self, sequences: list[Sequence]) -> list[Completion]:
+        """Take out what is finished; the completions that nobody streams."""
         completions = []
-        for sequence in prefill + decoding:
+        for sequence in sequences:
             if sequence.finish_reason is None:
                 self._scheduler.trim(sequence)
+                continue
+            self._scheduler.finish(sequence)
+            del self._unfinished[sequence.request_id]
+            completion = self._complete(sequence)
+            if sequence.request_id in self._streamed:
+                self._streamed.remove(sequence.request_id)
             else:
-                self._scheduler.finish(sequence)
-                completions.append(self._complete(self._unfinished.pop(sequence.request_id)))
+                completions.append(completion)
         return completions
 
     def generate(
@@ -230,30 +261,40 @@ class Engine:
         if len(each) != len(prompts):
             raise ValueError(f"there are {len(prompts)} prompts but {len(each)} sampling params; give one for each")
         token_ids = [self.encode(prompt) for prompt in prompts]
+        for ids, p in zip(token_ids, each, strict=True):
+            self.check_room(ids, p)
         request_ids = [self.add_request(ids, p) for ids, p in zip(token_ids, each, strict=True)]
-        finished: dict[int, Completion] = {}
+        mine = dict.fromkeys(request_ids)
+        num_left = len(mine)
         with tqdm(total=len(prompts), unit="prompt", disable=not progress) as bar:
             try:
-                while len(finished) < len(request_ids):
-                    for completion in self.step():
-                        finished[completion.request_id] = completion
-                        bar.update()
+                while num_left:
+                    for completion in self._advance():
+                        if completion.request_id in mine:
+                            mine[completion.request_id] = completion
+                            num_left -= 1
+                            bar.update()
+                        else:
+                            self._undelivered.append(completion)
             finally:
-                for request_id in set(request_ids) & set(self._unfinished):
+                for request_id in mine.keys() & self._unfinished.keys():
                     self.abort(request_id)
-        return [finished[request_id] for request_id in request_ids]
+        return [completion for completion in mine.values() if completion is not None]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
         """Complete one prompt piece by piece; the deltas' texts joined are the completion's text."""
         if self.tokenizer is None:
             raise ValueError("this engine has no tokenizer to stream text with")
         request_id = self.add_request(prompt, params)
+        self._streamed.add(request_id)
         sequence = self._unfinished[request_id]
         detokenizer = Detokenizer(self.tokenizer)
         num_sent = 0
         try:
-            while request_id in self._unfinished:
-                self.step()
+            # Others that run at the same time may bring this sequence forward too.
+            while num_sent < len(sequence.output_ids) or sequence.finish_reason is None:
+                if num_sent == len(sequence.output_ids):
+                    self._undelivered.extend(self._advance())
                 token_ids = sequence.output_ids[num_sent:]
                 num_sent += len(token_ids)
                 text = detokenizer.push(token_ids)
@@ -287,6 +328,23 @@ class Engine:
         return frozenset([eos] if isinstance(eos, int) else eos)
 
 
+def _tokenize(tokenizer: PreTrainedTokenizerBase, prompt: Any) -> list[int]:
+    try:
+        if isinstance(prompt, str):
+            return list(tokenizer(prompt)["input_ids"])
+        if not all(isinstance(item, dict) for item in prompt):
+            raise ValueError(f"the prompt {prompt!r} is neither a text, nor token ids, nor a list of messages")
+        if tokenizer.chat_template is None:
+            raise ValueError("this model has no chat template; give the prompt as plain text")
+        rendered = tokenizer.apply_chat_template(list(prompt), tokenize=False, add_generation_prompt=True)
+        return list(tokenizer(rendered, add_special_tokens=False)["input_ids"])
+    except TemplateError as error:
+        raise ValueError(f"the chat template refuses these messages: {error}") from None
+    except TypeError:
+        # What the tokenizer says of a lone surrogate, for example.
+        raise ValueError("the prompt is not text that can be encoded") from None
+
+
 def _levels(model: EarlyExitModel, method: str) -> tuple[Level, ...]:
     num_exits = {"autoregressive": 0, "single-layer": 1, "hispec": 2}[method]
     if len(model.heads) < num_exits:
@@ -301,7 +359,8 @@ def _levels(model: EarlyExitModel, method: str) -> tuple[Level, ...]:
     return tuple(Level(*level) for level in zip(names, starts, stops, heads, strict=True))
 
 
-def _default_num_blocks(config: EngineConfig, max_context: int, num_bytes_per_token: int) -> int:
+def _default_num_blocks(config: EngineConfig, max_context: int, num_bytes_per_token: int, device: torch.device) -> int:
     full = config.max_num_seqs * -(-max_context // config.block_size)
-    memory = psutil.virtual_memory().total * MEMORY_SHARE
-    return max(1, min(full, int(memory // (num_bytes_per_token * config.block_size))))
+    on_gpu = device.type == "cuda"
+    memory = torch.cuda.mem_get_info(device)[1] if on_gpu else psutil.virtual_memory().total
+    return max(1, min(full, int(memory * MEMORY_SHARE // (num_bytes_per_token * config.block_size))))

@@ -5,7 +5,8 @@ R packed rows; B sequences; K drafted tokens at most; V vocabulary; V_d draft vo
 One recursion serves every method: a level verifies what the level below it proposes, and the lowest level proposes
 token by token. Autoregressive decoding is the target with nothing below it, single-layer speculation has one level
 below, HiSpec two. Before a level verifies, the last proposed token has been run through the levels below, so that full
-acceptance always brings a bonus token.
+acceptance always brings a bonus token. A level below the target may propose more than it was asked for: its last
+verification is not cut short.
 """
 
 import time
@@ -41,30 +42,33 @@ class Hierarchy:
 
     def prefill(self, sequences: list[Sequence]) -> None:
         """Read the committed tokens of fresh sequences and commit one more for each."""
+        start = time.perf_counter()
         logits = self._runner.prefill(sequences)
         ends = [len(sequence.token_ids) for sequence in sequences]
         rows = self._read(logits, sequences, [(end - 1, end) for end in ends], vocab_ids=None)
         _, next_ids = self._verify_rows(sequences, [[] for _ in sequences], rows)
+        seconds = (time.perf_counter() - start) / len(sequences)
         for sequence, token_id in zip(sequences, next_ids, strict=True):
             sequence.commit([token_id])
+            sequence.stats.num_prefills += 1
+            sequence.stats.prefill_seconds += seconds
 
     def round(self, sequences: list[Sequence]) -> None:
         """Commit at least one token for each sequence."""
-        self._verify(self._top, sequences, [min(self._lengths[self._top], sequence.room) for sequence in sequences])
+        self._verify(self._top, sequences)
 
     def _propose(self, level: int, sequences: list[Sequence], wanted: list[int]) -> None:
-        """Let `wanted[b]` tokens leave `level`."""
-        if level > 0:
-            while active := [
-                (sequence, number)
-                for sequence, number in zip(sequences, wanted, strict=True)
-                if len(sequence.proposed[level]) < number
-            ]:
-                lengths = [min(self._lengths[level], n - len(s.proposed[level]) - 1) for s, n in active]
-                self._verify(level, [sequence for sequence, _ in active], lengths)
+        """Let at least `wanted[b]` tokens leave `level`; exactly so many at the lowest."""
+        if level == 0:
+            for place in range(max(wanted)):
+                self._draft([sequence for sequence, number in zip(sequences, wanted, strict=True) if number > place])
             return
-        for place in range(max(wanted)):
-            self._draft([sequence for sequence, number in zip(sequences, wanted, strict=True) if number > place])
+        while active := [
+            sequence
+            for sequence, number in zip(sequences, wanted, strict=True)
+            if len(sequence.proposed[level]) < number
+        ]:
+            self._verify(level, active)
 
     def _draft(self, sequences: list[Sequence]) -> None:
         """Draw one token at the lowest level."""
@@ -77,10 +81,12 @@ class Hierarchy:
                 sequence.proposed[0].append(Proposal(token_id, None if row.probs is None else row.probs[0]))
                 sequence.stats.levels[self._runner.levels[0].name].num_rounds += 1
 
-    def _verify(self, level: int, sequences: list[Sequence], lengths: list[int]) -> None:
-        """Ask the level below for `lengths[b]` tokens, keep what stands, add one token; the target commits them."""
+    def _verify(self, level: int, sequences: list[Sequence]) -> None:
+        """Ask the level below for tokens, keep what stands, add one token; the target commits them."""
         if level > 0:
-            self._propose(level - 1, sequences, lengths)
+            # Below the target the added token needs room too; the target's own is what the room leaves.
+            num_added = 0 if level == self._top else 1
+            self._propose(level - 1, sequences, [min(self._lengths[level], s.room - num_added) for s in sequences])
         for lower in range(level):
             with self._timed(lower, sequences):
                 self._runner.advance(lower, sequences)
@@ -195,7 +201,7 @@ class Hierarchy:
     def _timed(self, level: int, sequences: list[Sequence]) -> Iterator[None]:
         start = time.perf_counter()
         yield
-        seconds = time.perf_counter() - start
+        seconds = (time.perf_counter() - start) / len(sequences)
         for sequence in sequences:
             sequence.stats.levels[self._runner.levels[level].name].seconds += seconds
 

@@ -65,8 +65,9 @@ class ModelRunner:
             hidden = backbone.run_layers(hidden, level.start, level.stop, positions, attend)
             exits.append(hidden)
         states = backbone.final_norm(hidden)
-        # A prompt position has the final state of the position before it as its context.
-        context = torch.cat([torch.zeros_like(states[:, :1]), states[:, :-1]], dim=1) * (positions > 0)[:, None]
+        if len(self.levels) > 1:
+            # A prompt position has the final state of the position before it as its context.
+            context = torch.cat([torch.zeros_like(states[:, :1]), states[:, :-1]], dim=1) * (positions > 0)[:, None]
         for index, level in enumerate(self.levels[:-1]):
             head = self._head(level)
             if head.block is not None:

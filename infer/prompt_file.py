@@ -11,8 +11,8 @@ from typing import Any
 class PromptLine:
     """One usable line of a prompt file."""
 
-    id: str
-    """The line's `id`, or its number."""
+    id: Any
+    """The line's own `id`, or its number."""
     token_ids: list[int]
     """The prompt as the model reads it."""
 
@@ -60,4 +60,4 @@ def _parse(line: bytes, number: int, encode: Callable[[Any], list[int]]) -> Prom
     )
     if not isinstance(prompt, str) and not (is_messages and prompt):
         raise ValueError('"prompt" must be a text or a list of {"role", "content"} messages')
-    return PromptLine(id=str(record.get("id", number)), token_ids=encode(prompt))
+    return PromptLine(id=record.get("id", number), token_ids=encode(prompt))

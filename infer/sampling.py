@@ -17,7 +17,8 @@ def to_probs(
     """Apply temperature, then top-k, then top-p, as transformers does; of equal logits the lowest id goes first."""
     logits = logits.float()
     # Shifted first: a tiny temperature then sends all but the maximum to -inf instead of overflowing.
-    logits = (logits - logits.amax(-1, keepdim=True)) / temperature.unsqueeze(-1)
+    divisor = temperature.clamp_min(torch.finfo(torch.float32).tiny).unsqueeze(-1)
+    logits = (logits - logits.amax(-1, keepdim=True)) / divisor
     if not (top_k.any() or (top_p < 1).any()):
         return logits.softmax(-1)
     ordered, order = logits.sort(dim=-1, descending=True, stable=True)
@@ -50,4 +51,6 @@ def gumbel_noise(seed: int, position: int, vocab_size: int) -> Tensor:  # [V] fl
     """
     # Philox is keyed by design: neighbouring seeds and positions are unrelated.
     generator = np.random.Generator(np.random.Philox(key=np.array([seed % 2**64, position], dtype=np.uint64)))
-    return -torch.from_numpy(generator.standard_exponential(vocab_size, dtype=np.float32)).log()
+    # In float32 one draw in some millions would be 0, and its token forced whatever its probability.
+    exponential = np.maximum(generator.standard_exponential(vocab_size), np.finfo(np.float64).tiny)
+    return torch.from_numpy(-np.log(exponential)).float()

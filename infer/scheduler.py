@@ -23,14 +23,17 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
 
-    def add(self, sequence: Sequence) -> None:
-        """Queue a sequence behind the others; ValueError if the pool could never hold it."""
-        needed = self._block_manager.num_needed(sequence.max_length)
+    def check(self, num_tokens: int) -> None:
+        """Raise ValueError if the pool could never hold a sequence of so many tokens."""
+        needed = self._block_manager.num_needed(num_tokens)
         if needed > self._block_manager.num_blocks:
             raise ValueError(
-                f"the request needs {needed} blocks of the KV cache for {sequence.max_length} tokens, but there are "
+                f"the request needs {needed} blocks of the KV cache for {num_tokens} tokens, but there are "
                 f"only {self._block_manager.num_blocks}; raise num_blocks or lower max_new_tokens"
             )
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence behind the others; `check` must allow its length."""
         self.waiting.append(sequence)
 
     def schedule(self) -> tuple[list[Sequence], list[Sequence]]:
@@ -81,6 +84,11 @@ class Scheduler:
             admitted.append(self.waiting.popleft())
         self.running.extend(admitted)
         return admitted
+
+    def preempt_all(self) -> None:
+        """Put all running sequences back, in their order, to be computed anew."""
+        for sequence in reversed(list(self.running)):
+            self._preempt(sequence)
 
     def _preempt(self, sequence: Sequence) -> None:
         self._release(sequence)

@@ -60,8 +60,8 @@ class Sequence:
 
     @property
     def room(self) -> int:
-        """Most tokens that may be proposed to the target, which adds one of its own."""
-        return self.max_length - len(self.token_ids) - 1
+        """Tokens that may still be proposed, so that with the target's own the limit is not passed."""
+        return self.max_length - 1 - self.num_known
 
     @property
     def uses_rejection(self) -> bool:
@@ -70,8 +70,6 @@ class Sequence:
 
     def known_ids(self, start: int) -> list[int]:
         """Token ids from position `start` to the newest known one."""
-        if start >= len(self.token_ids) and not any(self.proposed):
-            return []
         ids = self.token_ids[start:]
         proposed = [proposal.token_id for level in reversed(self.proposed) for proposal in level]
         return ids + proposed[max(0, start - len(self.token_ids)) :]

@@ -21,7 +21,7 @@ class LevelStats:
     num_layer_passes: int = 0
     """Decoder layers run at this level, each token counted; a `block` head counts as one."""
     seconds: float = 0.0
-    """Time in which this level worked on the sequence (shared with its batch mates)."""
+    """The sequence's share of the time in which this level worked on its batch."""
 
     @property
     def acceptance_rate(self) -> float:
@@ -79,8 +79,12 @@ class Stats:
     """Tokens returned."""
     num_prompt_tokens: int = 0
     """Tokens of the prompts."""
+    num_prefills: int = 0
+    """Times that all committed tokens were read, each giving one token: once, and once after each preemption."""
     num_prefill_layer_passes: int = 0
-    """Decoder layers run over prompts, each token counted."""
+    """Decoder layers run in that, each token counted."""
+    prefill_seconds: float = 0.0
+    """The share of time that took."""
 
     @classmethod
     def of_levels(cls, names: tuple[str, ...]) -> "Stats":
@@ -89,9 +93,10 @@ class Stats:
 
     @property
     def layers_per_token(self) -> float:
-        """Decoder layers run after the prompt, per token returned."""
+        """Decoder layers run in rounds, per token that rounds committed; 0 where there were none."""
         passes = sum(level.num_layer_passes for level in self.levels.values())
-        return passes / self.num_committed if self.num_committed else 0.0
+        num_tokens = self.num_committed - self.num_prefills
+        return passes / num_tokens if num_tokens else 0.0
 
     def add(self, other: "Stats") -> None:
         """Add what another sequence counted."""
@@ -99,14 +104,18 @@ class Stats:
             self.levels[name].add(level)
         self.num_committed += other.num_committed
         self.num_prompt_tokens += other.num_prompt_tokens
+        self.num_prefills += other.num_prefills
         self.num_prefill_layer_passes += other.num_prefill_layer_passes
+        self.prefill_seconds += other.prefill_seconds
 
     def to_dict(self) -> dict[str, Any]:
         """All counts and rates as JSON-ready values."""
         return {
             "num_committed": self.num_committed,
             "num_prompt_tokens": self.num_prompt_tokens,
+            "num_prefills": self.num_prefills,
             "num_prefill_layer_passes": self.num_prefill_layer_passes,
+            "prefill_seconds": self.prefill_seconds,
             "layers_per_token": self.layers_per_token,
             "levels": {name: level.to_dict() for name, level in self.levels.items()},
         }

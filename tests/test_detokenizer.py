@@ -38,6 +38,16 @@ def test_the_pieces_are_whole_and_make_the_whole(text, sizes):
     assert "".join(pieces) + detokenizer.finish() == decode(TOKENIZER, ids) == text
 
 
+def test_a_leading_space_survives_empty_pushes():
+    words = ["<unk>", "\u2581one", "\u2581two"]
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.decoder = decoders.Metaspace()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    detokenizer = Detokenizer(fast)
+    pieces = [detokenizer.push(ids) for ids in ([1], [], [2], [], [1])]
+    assert "".join(pieces) + detokenizer.finish() == decode(fast, [1, 2, 1]) == "one two one"
+
+
 def test_a_character_cut_off_at_the_end_still_comes_out():
     ids = TOKENIZER("a🙂")["input_ids"][:-1]
     detokenizer = Detokenizer(TOKENIZER)

@@ -52,7 +52,7 @@ def test_json_is_one_object_a_result_and_nothing_else(places, capfd, method, bat
     assert code == 0
     records = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
     assert [record["text"] for record in records] == [answer(base, prompt) for prompt in prompts]
-    assert [record["id"] for record in records] == ["1", "2", "3"]
+    assert [record["id"] for record in records] == ["prompt-1", "prompt-2", "prompt-3"]
     assert all(record["stats"]["num_committed"] == len(record["token_ids"]) for record in records)
 
 
@@ -64,7 +64,7 @@ def test_a_file_of_prompts_goes_to_a_file_of_results(places, tmp_path, capfd):
     records = [json.loads(line) for line in output.read_text().splitlines()]
     assert [(record["id"], record["text"]) for record in records] == [
         ("a", answer(base, "w3")),
-        ("3", answer(base, "w4 w5")),
+        (3, answer(base, "w4 w5")),
     ]
     assert capfd.readouterr().out == ""
 

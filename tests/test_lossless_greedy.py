@@ -112,13 +112,28 @@ def test_preemption_changes_nothing(base, method):
     assert preempted
 
 
-def test_memory_of_others_is_never_read(base):
-    """All of the pool that nobody wrote is NaN: one read of it would spread."""
+@pytest.mark.parametrize("method", ["autoregressive", "single-layer", "hispec"])
+def test_memory_of_others_is_never_read(base, monkeypatch, method):
+    """All of the pool that is nobody's, from the start or given back, is NaN: one read of it would spread."""
     model = build_heads(shallow(base, 3), "random", committed_context=True)
-    engine = Engine(model, num_blocks=64, block_size=8)
-    cache = engine._hierarchy._runner._kv_cache
-    for pool in itertools.chain(cache.keys, cache.values):
-        pool.fill_(torch.nan)
+    engine = Engine(model, method=method, num_blocks=16, block_size=8, max_num_seqs=4)
+    cache, manager = engine._hierarchy._runner._kv_cache, engine._scheduler._block_manager
+
+    def poison(blocks):
+        for pool in itertools.chain(cache.keys, cache.values):
+            for block in blocks:
+                pool[block * 8 : block * 8 + 8] = torch.nan
+
+    def shrink(block_table, num_tokens):
+        before = list(block_table)
+        type(manager).shrink(manager, block_table, num_tokens)
+        poison(set(before) - set(block_table))
+
+    poison(range(16))
+    monkeypatch.setattr(manager, "shrink", shrink)
     params = SamplingParams(max_new_tokens=20, ignore_eos=True)
+    aborted = engine.add_request([5] * 9, params)
+    engine.step()
+    engine.abort(aborted)
     expected = [reference(model.base, prompt, 20) for prompt in PROMPTS]
     assert [completion.token_ids for completion in engine.generate(PROMPTS, params)] == expected

@@ -63,9 +63,9 @@ def sample(model, sampling, *, seeded, method="hispec", num_samples=NUM_SAMPLES)
         model,
         method=method,
         num_draft_tokens=2,
-        num_provisional_tokens=2,
+        num_provisional_tokens=4,
         max_num_seqs=200,
-        num_blocks=800,
+        num_blocks=300,
         block_size=4,
     )
     engine._hierarchy._generator.manual_seed(11)

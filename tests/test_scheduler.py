@@ -71,7 +71,7 @@ def test_all_finish_in_spite_of_a_small_pool(requests, num_blocks, max_num_seqs,
 def test_a_request_larger_than_the_pool_is_refused_at_once():
     scheduler = Scheduler(BlockManager(2, 4), 4, 100, 2)
     with pytest.raises(ValueError, match="needs 3 blocks of the KV cache for 9 tokens, but there are only 2"):
-        scheduler.add(make_sequence(0, 5, 4))
+        scheduler.check(9)
 
 
 def test_the_one_that_came_last_gives_way():

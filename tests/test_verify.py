@@ -81,7 +81,7 @@ def test_probs_are_those_of_transformers(temperature, top_k, top_p):
     torch.testing.assert_close(probs, expected.softmax(-1), atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("temperature", "top_p"), [(1e-4, 1.0), (1.0, 0.0), (1.0, 1e-4), (1e-30, 1e-4)])
+@pytest.mark.parametrize(("temperature", "top_p"), [(1e-4, 1.0), (1.0, 0.0), (1.0, 1e-4), (1e-30, 1e-4), (1e-300, 1.0)])
 def test_limits_leave_the_likeliest_token(temperature, top_p):
     logits = torch.tensor([[1.0, 3.0, 2.0, -50.0]])
     probs = to_probs(logits, torch.tensor([temperature]), torch.tensor([0]), torch.tensor([top_p]))
@@ -104,3 +104,8 @@ def test_shared_noise_draws_from_the_distribution():
     torch.testing.assert_close(torch.bincount(torch.tensor(drawn)) / 20_000, probs, atol=0.012, rtol=0)
     assert torch.equal(gumbel_noise(3, 8, 9), gumbel_noise(3, 8, 9))
     assert not torch.equal(gumbel_noise(3, 8, 9), gumbel_noise(3, 9, 9))
+
+
+def test_noise_is_finite_everywhere():
+    # A draw of exactly 0 would force its token; in float32 there is one at position 145.
+    assert all(gumbel_noise(1, position, 49152).isfinite().all() for position in range(140, 150))

@@ -1,13 +1,32 @@
-"""A folder that is either wholly written or not written at all."""
+"""Files and folders that are either wholly written or not written at all."""
 
 import os
+import re
 import shutil
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from safetensors import SafetensorError
+
+SECONDS_TO_WRITE = 24 * 60 * 60
+"""No process writes one folder for longer: what is older was left by one that was killed."""
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file at once: whenever this is interrupted or killed, `path` holds its old text or the new one."""
+    partial = path.with_name(path.name + ".partial")
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+    _sync_folder(path.parent)
 
 
 @contextmanager
@@ -18,12 +37,15 @@ def atomic_folder(
 ) -> Iterator[Path]:
     """Yield an empty folder beside `target` to write files into; on success it takes the place of `target`.
 
-    On any error `target` is what it was and the new files are gone. What the disk refuses is a ValueError.
+    After an error or an interruption `target` is wholly the old folder or wholly the new one, and nothing lies
+    beside it. A process that is killed may leave files beside it, and in the moment between two renames the
+    old folder itself: the next call for `target` puts it back. What the disk refuses is a ValueError.
     """
     # Through a link the folder that it points to is replaced, not the link.
     target = target.resolve()
     partial = target.parent / f".{target.name}.{uuid.uuid4().hex[:8]}.partial"
     try:
+        _mend(target)
         partial.mkdir(parents=True)
         yield partial
         _settle(partial)
@@ -35,6 +57,23 @@ def atomic_folder(
         ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _mend(target: Path) -> None:
+    """Put back what a killed process had moved aside, and remove what it had begun."""
+    for old in _beside(target, "old"):
+        if target.exists():
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            old.rename(target)
+    for partial in _beside(target, "partial"):
+        if time.time() - partial.stat().st_mtime > SECONDS_TO_WRITE:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+def _beside(target: Path, suffix: str) -> list[Path]:
+    pattern = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{8}}\.{suffix}")
+    return [path for path in target.parent.glob(f".*.{suffix}") if pattern.fullmatch(path.name)]
 
 
 def _settle(folder: Path) -> None:
@@ -54,13 +93,16 @@ def _move_into_place(partial: Path, target: Path, keep_existing: bool) -> None:
     if target.is_dir() and any(target.iterdir()):
         # A folder cannot be renamed onto one with files: the old one steps aside, whole, and is dropped last.
         old = partial.with_suffix(".old")
-        target.rename(old)
         try:
+            target.rename(old)
             partial.rename(target)
-        except OSError:
-            old.rename(target)
+        except BaseException:
+            if old.exists() and not target.exists():
+                old.rename(target)
             raise
-        shutil.rmtree(old, ignore_errors=True)
+        finally:
+            if target.exists():
+                shutil.rmtree(old, ignore_errors=True)
     else:
         try:
             partial.rename(target)
