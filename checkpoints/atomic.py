@@ -6,7 +6,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -61,14 +61,16 @@ def atomic_folder(
 
 def _mend(target: Path) -> None:
     """Put back what a killed process had moved aside, and remove what it had begun."""
-    for old in _beside(target, "old"):
-        if target.exists():
-            shutil.rmtree(old, ignore_errors=True)
-        else:
-            old.rename(target)
-    for partial in _beside(target, "partial"):
-        if time.time() - partial.stat().st_mtime > SECONDS_TO_WRITE:
-            shutil.rmtree(partial, ignore_errors=True)
+    # Another process may be at work here, and be done with what was seen a moment ago.
+    with suppress(FileNotFoundError):
+        for old in _beside(target, "old"):
+            if target.exists():
+                shutil.rmtree(old, ignore_errors=True)
+            else:
+                old.rename(target)
+        for partial in _beside(target, "partial"):
+            if time.time() - partial.stat().st_mtime > SECONDS_TO_WRITE:
+                shutil.rmtree(partial, ignore_errors=True)
 
 
 def _beside(target: Path, suffix: str) -> list[Path]:
@@ -96,13 +98,11 @@ def _move_into_place(partial: Path, target: Path, keep_existing: bool) -> None:
         try:
             target.rename(old)
             partial.rename(target)
-        except BaseException:
+        finally:
+            # Whatever came between, Ctrl-C included, one of the two stands there.
             if old.exists() and not target.exists():
                 old.rename(target)
-            raise
-        finally:
-            if target.exists():
-                shutil.rmtree(old, ignore_errors=True)
+            shutil.rmtree(old, ignore_errors=True)
     else:
         try:
             partial.rename(target)

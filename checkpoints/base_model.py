@@ -66,7 +66,7 @@ def cache_folder() -> Path:
 def _parse_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPES:
-        raise ValueError(f"a base cannot have the dtype {dtype!r}; choose one of {', '.join(DTYPES)}")
+        raise ValueError(f"the dtype {dtype!r} cannot be used; choose one of {', '.join(DTYPES)}")
     return name if name == "auto" else getattr(torch, name)
 
 

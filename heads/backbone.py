@@ -9,8 +9,10 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import AttentionInterface, PreTrainedModel
+
+from .fused_linear import fuse_linears
+from .product import product
 
 ATTENTION_NAME = "hispec"
 
@@ -96,6 +98,9 @@ class Backbone:
         twin_config = copy.deepcopy(config)
         twin_config._attn_implementation = ATTENTION_NAME
         self.layers = [_twin(layer, twin_config) for layer in parts.layers]
+        self._twin_config = twin_config
+        for layer in self.layers:
+            fuse_linears(layer)
         self.parts = parts
         self.lm_head = base.get_output_embeddings()
         self.num_layers = len(self.layers)
@@ -166,7 +171,7 @@ class Backbone:
         """The base's LM head, or some of its rows."""
         if self.parts.project_out is not None:
             state = self.parts.project_out(state)
-        return self.lm_head(state) if rows is None else F.linear(state, rows.weight, rows.bias)
+        return product(state, *(rows or LmHeadRows(self.lm_head.weight, self.lm_head.bias)))
 
     def lm_head_rows(self, token_ids: Tensor) -> LmHeadRows:  # token_ids: [V_d] int64
         """The LM head's rows for `token_ids`, gathered (the base's own are not contiguous for them)."""
@@ -178,7 +183,13 @@ class Backbone:
 
     def copy_layer(self, index: int) -> nn.Module:
         """A trainable copy of decoder layer `index`, to be run by `run_block`."""
-        return copy.deepcopy(self.layers[index]).requires_grad_(True)
+        return _twin(copy.deepcopy(self.parts.layers[index]), self._twin_config).requires_grad_(True)
+
+    def fused(self, block: nn.Module) -> nn.Module:
+        """A twin of a `copy_layer` for inference: the same tensors, nothing differentiates through it."""
+        twin = _twin(block, self._twin_config)
+        fuse_linears(twin)
+        return twin
 
     def copy_final_norm(self) -> nn.Module:
         """A trainable copy of the base's final norm; a fresh LayerNorm where the base has none."""

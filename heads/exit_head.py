@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from .backbone import Attend, Backbone
 from .config import ExitHeadConfig
+from .product import product
 
 
 class ExitHead(nn.Module):
@@ -41,6 +42,7 @@ class ExitHead(nn.Module):
             nn.init.zeros_(self.mlp.bias)
         if config.kind == "block":
             self.block = backbone.copy_layer(config.exit_layer)
+            self._fused_block = (backbone.fused(self.block),)  # in a tuple: not a part with tensors of its own
         if config.kind != "shared":
             self.norm = backbone.copy_final_norm()
         ids = None if config.draft_vocab_size is None else torch.arange(config.draft_vocab_size, device=backbone.device)
@@ -57,11 +59,13 @@ class ExitHead(nn.Module):
         if self.fuse is not None:
             assert context is not None
             # Without weights: final states differ in scale from the hidden states of shallow layers.
-            hidden = self.fuse(torch.cat([hidden, F.rms_norm(context, context.shape[-1:])], dim=-1))
+            both = torch.cat([hidden, F.rms_norm(context, context.shape[-1:])], dim=-1)
+            hidden = product(both, self.fuse.weight)
         if self.mlp is not None:
-            hidden = hidden + F.silu(self.mlp(hidden))
+            hidden = hidden + F.silu(product(hidden, self.mlp.weight, self.mlp.bias))
         if self.block is not None:
-            hidden = self._backbone.run_block(self.block, self.kv_layer, hidden, positions, attend)
+            block = self.block if torch.is_grad_enabled() else self._fused_block[0]
+            hidden = self._backbone.run_block(block, self.kv_layer, hidden, positions, attend)
         return self._backbone.final_norm(hidden) if self.norm is None else self.norm(hidden)
 
 

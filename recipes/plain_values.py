@@ -49,9 +49,11 @@ def _convert(hint: Any, value: object, where: str) -> object:
             raise ValueError(f"{where} is {value!r}; choose one of {', '.join(get_args(hint))}")
         return value
     if get_origin(hint) is tuple:
+        item_hint = get_args(hint)[0]
         if not isinstance(value, list | tuple):
-            raise ValueError(f"{where} is {value!r}; it must be a list, for example [4, 8]")
-        return tuple(_convert(get_args(hint)[0], item, f"{where}[{place}]") for place, item in enumerate(value))
+            example = ", ".join(get_args(item_hint)[-2:]) or "4, 8"
+            raise ValueError(f"{where} is {value!r}; it must be a list, for example [{example}]")
+        return tuple(_convert(item_hint, item, f"{where}[{place}]") for place, item in enumerate(value))
     if hint is float and type(value) is int:
         return float(value)
     if type(value) is not hint:

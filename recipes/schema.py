@@ -191,7 +191,7 @@ def load_recipe(name: str | Path) -> Recipe:
     if text.endswith((".yaml", ".yml")):
         return _read_recipe(Path(text).expanduser())
     model = resolve_model(text)
-    return Recipe(name=re.sub(r"[^\w.-]+", "--", model.source.strip("/.~")), model=model)
+    return Recipe(name=_run_name(model.source), model=model)
 
 
 def resolve_model(name: str) -> ModelRecipe:
@@ -212,6 +212,13 @@ def recipe_from_dict(values: object, *, name: str) -> Recipe:
     `name` names the recipe where the values do not.
     """
     return parse(Recipe, {"name": name, **values} if isinstance(values, Mapping) else values)
+
+
+def _run_name(source: str) -> str:
+    """What a run on this model is called: a hub id as it stands, a folder by the last two parts of its path."""
+    folder = Path(source).expanduser()
+    text = "/".join(folder.resolve().parts[-2:]) if folder.is_dir() else source
+    return re.sub(r"[^\w.-]+", "--", text.strip("/.~"))
 
 
 def _recipes_folder() -> Path:

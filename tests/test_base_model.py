@@ -48,9 +48,10 @@ def test_a_folder_loads_frozen_and_as_saved(folder: Path, capfd: pytest.CaptureF
     assert capfd.readouterr().out == ""
 
 
-@pytest.mark.parametrize("dtype", ["float32", torch.float32])
-def test_a_dtype_may_be_a_name_or_torchs_own(folder: Path, dtype: str | torch.dtype) -> None:
-    assert load_base(str(folder), dtype=dtype, device="cpu")[0].dtype == torch.float32
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "float16"])
+def test_a_dtype_may_be_a_name_or_torchs_own(folder: Path, name: str) -> None:
+    for dtype in (name, getattr(torch, name)):
+        assert load_base(str(folder), dtype=dtype, device="cpu")[0].dtype == getattr(torch, name)
 
 
 @pytest.mark.parametrize(
@@ -59,6 +60,9 @@ def test_a_dtype_may_be_a_name_or_torchs_own(folder: Path, dtype: str | torch.dt
         ({"dtype": "float31"}, "'float31'.*bfloat16"),
         ({"dtype": "int8"}, "'int8'.*bfloat16"),
         ({"dtype": torch.int8}, "int8.*bfloat16"),
+        ({"dtype": "float64"}, "'float64' cannot be used; choose one of auto, float32, bfloat16, float16"),
+        ({"dtype": "float8_e4m3fn"}, "'float8_e4m3fn' cannot be used"),
+        ({"dtype": torch.float64}, "float64 cannot be used"),
         ({"device": "gpu"}, "'gpu'.*cuda"),
         ({"revision": "v1"}, "'v1'.*hub id only"),
     ],

@@ -103,7 +103,7 @@ def test_a_bad_line_is_named_and_the_others_run_if_asked(places, tmp_path, capfd
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (["--model", "nonsense"], "the model 'nonsense' is unknown; use an alias"),
+        (["--model", "nonsense"], "the model 'nonsense' is unknown"),
         (["--adapter", "/nowhere/adapter"], "/nowhere/adapter"),
         (["--prompt", ""], "the prompt is empty"),
         (["--prompt", "w3 " * 300], "300 tokens, but the model's context holds 256; shorten it"),

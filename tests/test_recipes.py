@@ -103,8 +103,10 @@ def test_values_of_a_file_win_over_defaults(tmp_path: Path) -> None:
         ("heads: {exit_layers: [-1, 4]}", ["-1", "out of range"]),
         ("heads: {exit_layers: []}", ["no exit layers"]),
         ("heads: {exit_layers: [0, 4], committed_context: false}", ["exit layer 0", "committed context"]),
-        ("heads: {kind: shared}", ["'shared'", "committed context"]),
-        ("heads: {kind: big}", ["heads.kind", "'big'", "block"]),
+        ("heads: {exit_layers: [0, 4], kinds: [shared, block]}", ["exit layer 0", "committed context"]),
+        ("heads: {kinds: [big]}", ["heads.kinds[0]", "'big'", "block"]),
+        ("heads: {kinds: block}", ["heads.kinds", "'block'", "must be a list, for example [mlp, block]"]),
+        ("heads: {exit_layers: [4, 8], kinds: [norm, mlp, block]}", ["norm,mlp,block", "2 exit layers"]),
         ("heads: {draft_vocab_size: 0}", ["draft_vocab_size", "0"]),
         ("data: {greedy: 1}", ["data.greedy", "1", "true or false"]),
         ("data: {greedy: false, num_sampled: 0}", ["no response"]),
@@ -151,6 +153,16 @@ def test_any_model_may_stand_for_an_alias(tmp_path: Path, monkeypatch: pytest.Mo
         assert load_recipe(source).model.source == source
     assert load_recipe("org/model").output_folder() == Path("runs/org--model")
     assert load_recipe("org/model").heads.exit_layers is None
+
+
+def test_a_folder_gives_its_name_to_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "org" / "model"
+    (folder / "deeper").mkdir(parents=True)
+    monkeypatch.chdir(folder)
+    for source in (".", "./", "..", "./deeper/", str(folder)):
+        name = "--".join(Path(source).resolve().parts[-2:])
+        assert load_recipe(source).name == name
+        assert load_recipe(source).output_folder() == Path("runs") / name
 
 
 @pytest.mark.parametrize("name", ["gpt9", "", "smollm", "SmolLM2"])

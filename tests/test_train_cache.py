@@ -64,11 +64,24 @@ def test_cache_is_extended_by_layers_and_by_responses(base, backbone, tmp_path):
     extend(tmp_path, responses[:7], backbone, [2])
     kept = (tmp_path / "layer_2.bin").read_bytes()
     cache = extend(tmp_path, responses, backbone, [1, 4])
-    assert cache.sequences == responses[:7]  # layer 2 is not there for the others
+    check(cache, base, backbone, responses, [1, 4])
+    assert StateCache(tmp_path, [4]).sequences == responses
+    assert StateCache(tmp_path).sequences == responses[:7]  # layer 2 is not there for the others
+    with pytest.raises(ValueError, match="but no layer_2"):
+        cache.read([0], [2], backbone)
     cache = extend(tmp_path, responses, backbone, [2, 4])
     assert (tmp_path / "layer_2.bin").read_bytes().startswith(kept)
     check(cache, base, backbone, responses, [1, 2, 4])
-    assert extend(tmp_path, responses[:3], backbone, [2]).sequences == responses
+
+
+def test_fewer_responses_are_honoured_and_what_is_there_is_kept(backbone, tmp_path, monkeypatch):
+    responses = random_responses()
+    extend(tmp_path, responses, backbone, [2])
+    monkeypatch.setattr(cache_writer, "_compute", None)  # nothing is left to compute
+    assert extend(tmp_path, responses[:3], backbone, [2]).sequences == responses[:3]
+    max_gb = bytes_per_token(backbone, [2]) * sum(r.length for r in responses[:5]) / 1e9
+    assert extend(tmp_path, responses, backbone, [2], max_gb=max_gb).sequences == responses[:5]
+    assert extend(tmp_path, responses, backbone, [2]).sequences == responses
 
 
 def test_interrupted_cache_goes_on(base, backbone, tmp_path, monkeypatch):
@@ -130,9 +143,15 @@ def test_foreign_cache_is_refused(backbone, make_base, tmp_path):
         extend(tmp_path, responses, Backbone(make_base("llama").bfloat16()), [2])
     with pytest.raises(ValueError, match="but no layer_5"):
         StateCache(tmp_path).read([0], [5], backbone)
+    with pytest.raises(ValueError, match="but no layer_5"):
+        StateCache(tmp_path, [5])
     index = json.loads((tmp_path / "index.json").read_text())
     (tmp_path / "index.json").write_text(json.dumps(index | {"format": 9}))
     with pytest.raises(ValueError, match="has format 9"):
         StateCache(tmp_path)
+    for damaged in ("", '{"format": 1', "[]", '{"format": 1}', "\0"):
+        (tmp_path / "index.json").write_text(damaged)
+        with pytest.raises(ValueError, match=r"index\.json is damaged; remove the folder"):
+            StateCache(tmp_path)
     with pytest.raises(ValueError, match="holds no state cache"):
         StateCache(tmp_path / "none")

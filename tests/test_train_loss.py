@@ -1,8 +1,11 @@
 """Chunked losses against the same losses taken whole."""
 
+from typing import get_args
+
 import pytest
 import torch
 
+from hispec.recipes.schema import LossName
 from hispec.train.loss import LOSSES, chunked_loss, forward_kl, total_variation
 
 V, V_D, D, N = 40, 24, 16, 37
@@ -25,6 +28,10 @@ def whole_loss(name, lm_head, state, final, ids):
     if name == "forward_kl":
         return (log_p.exp() * (log_p - log_q)).sum()
     return (1 - torch.minimum(log_p.exp(), log_q.exp()).sum(-1)).sum()
+
+
+def test_a_recipe_can_name_every_loss():
+    assert set(get_args(LossName)) == set(LOSSES)
 
 
 @pytest.mark.parametrize("rows_per_chunk", [1, 8, N, 100])

@@ -91,7 +91,7 @@ def test_says_so_when_the_prompts_do_not_suffice(engine, order, tmp_path, capsys
 
 
 @pytest.mark.parametrize("num_steps", [3, 17, 30, 45])
-def test_interrupted_run_ends_with_the_same_file(engine, order, tmp_path, num_steps):
+def test_interrupted_run_ends_with_the_same_responses(engine, order, tmp_path, num_steps):
     expected = run(engine, order, tmp_path / "whole.jsonl")
     path = tmp_path / "r.jsonl"
     with pytest.raises(KilledError):
@@ -100,7 +100,7 @@ def test_interrupted_run_ends_with_the_same_file(engine, order, tmp_path, num_st
     with path.open("a") as file:  # a line that the kill tore
         file.write('{"prompt_id": "p1", "kin')
     assert run(engine, order, path) == expected
-    assert path.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+    assert list(read_responses(path))[: len(expected)] == expected
 
 
 def test_what_is_there_is_not_made_again(engine, order, tmp_path):
@@ -115,6 +115,40 @@ def test_what_is_there_is_not_made_again(engine, order, tmp_path):
     longer = run(engine, order, path, num_tokens=220)
     assert path.read_bytes().startswith(content)
     assert len(longer) > len(content.splitlines())
+
+
+class Recording:
+    """An engine that notes what it is asked for."""
+
+    def __init__(self, engine):
+        self.engine, self.asked = engine, []
+
+    def __getattr__(self, name):
+        return getattr(self.engine, name)
+
+    def add_request(self, prompt, params):
+        self.asked.append((tuple(prompt), params.seed is None))
+        return self.engine.add_request(prompt, params)
+
+
+def test_no_answer_is_lost_or_made_twice(engine, order, tmp_path):
+    """An interruption, then fewer tokens, then all of them again."""
+    expected = run(engine, order, tmp_path / "whole.jsonl")
+    path = tmp_path / "r.jsonl"
+    with pytest.raises(KilledError):
+        run(Interrupting(engine, 40), order, path)
+    kept = list(read_responses(path))
+    places = [[(prompt.id, sample) for prompt, sample in order].index((r.prompt_id, r.sample)) for r in kept]
+    assert places != list(range(len(places)))  # in the order of completion, with gaps
+    for num_tokens in (20, 150):
+        recording = Recording(engine)
+        responses = run(recording, order, path, num_tokens)
+        assert responses == expected[: len(responses)]
+        assert {(tuple(r.prompt_token_ids), r.sample == 0) for r in kept}.isdisjoint(recording.asked)
+        now = list(read_responses(path))
+        assert all(response in now for response in kept)
+        kept = now
+    assert responses == expected
 
 
 def test_bad_line_in_the_middle_is_named(tmp_path):

@@ -7,10 +7,12 @@ import torch
 
 from hispec.checkpoints import fingerprint
 from hispec.heads import DenseAttention, EarlyExitModel, ExitHeadConfig
-from hispec.train import StateCache, Trainer, evaluate, extend_cache, frequent_tokens
+from hispec.train import StateCache, Trainer, evaluate, frequent_tokens
 from hispec.train import trainer as trainer_module
+from hispec.train.cache_writer import extend_cache
+from hispec.train.curve import Curve
 from hispec.train.evaluate import hop_scores
-from hispec.train.trainer import learning_rate_at, newest_step
+from hispec.train.trainer import learning_rate_at
 from hispec.train.windows import fixed_distance, random_windows
 
 from .train_support import random_responses
@@ -108,7 +110,6 @@ def test_interrupted_run_ends_bit_for_bit_like_one_that_was_not(base, cache, tmp
 
     with pytest.raises(KeyboardInterrupt):
         make_trainer(make_model(base), Interrupting(cache, num_reads), tmp_path / "parts").run()
-    assert newest_step(tmp_path / "parts") == num_reads
     resumed = make_model(base)
     trainer = make_trainer(resumed, cache, tmp_path / "parts")
     assert trainer.num_steps == num_reads
@@ -196,6 +197,28 @@ def test_distances_matter_only_to_heads_with_committed_context(base, cache, tmp_
     assert list(report["by_distance"]) == ["1", "2", "4", "8"]
     assert set(report["by_kind"]) == {"even", "odd"}
     assert "by_distance" not in evaluate(make_model(base, "norm", False, (2,)), cache, HELD_OUT, max_window=8)
+
+
+def test_kinds_may_differ_by_exit_and_one_may_have_nothing_to_train(base, cache, tmp_path):
+    model = EarlyExitModel.from_configs(
+        base, [ExitHeadConfig(exit_layer=2, kind="shared"), ExitHeadConfig(exit_layer=4, kind="mlp")]
+    )
+    before = head_bytes(model)
+    losses = make_trainer(model, cache, tmp_path).step()
+    assert set(losses) == {"2", "4"}
+    assert losses["2"] > 0
+    assert any(not torch.equal(tensor, before[name]) for name, tensor in head_bytes(model).items())
+    resumed = make_trainer(model, cache, tmp_path)
+    resumed.run()
+    assert set(evaluate(model, cache, HELD_OUT, max_window=8)["hops"]) == {"2->4", "2->target", "4->target"}
+
+
+def test_damaged_curve_is_named(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    for damaged in ("{", "[]", '{"loss": 1}', "\0"):
+        path.write_text(f'{{"step": 1}}\n{damaged}\n{{"st')
+        with pytest.raises(ValueError, match=r"metrics\.jsonl line 2 is damaged; delete the line"):
+            Curve(path, 1)
 
 
 def test_every_step_has_windows_of_its_own(base, cache, tmp_path, monkeypatch):

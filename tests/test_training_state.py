@@ -1,7 +1,4 @@
 import json
-import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +8,9 @@ from torch import nn
 
 from hispec.checkpoints import TrainingState, load_training_state, save_training_state
 
+from .train_support import small_disk
+
 SETTINGS = {"seed": 1, "training": {"learning_rate": 1e-3, "betas": (0.9, 0.95)}}
-
-
-@contextmanager
-def small_disk(num_bytes: int) -> Iterator[None]:
-    """No file may grow beyond `num_bytes`: the kernel refuses the write, as on a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def save(folder: Path, step: int, **content: Any) -> None:

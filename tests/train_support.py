@@ -1,7 +1,10 @@
-"""A tiny tokenizer, tiny prompts and random responses for the tests of training."""
+"""A tiny tokenizer, tiny prompts, random responses and a full disk for the tests of training and saving."""
 
 import json
 import random
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -47,3 +50,14 @@ def random_responses(num_responses: int = 20, vocab_size: int = 64, seed: int = 
         )
         for number in range(num_responses)
     ]
+
+
+@contextmanager
+def small_disk(num_bytes: int) -> Iterator[None]:
+    """No file may grow beyond `num_bytes`: the kernel refuses the write, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

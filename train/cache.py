@@ -4,8 +4,9 @@ Rows are tokens, sequence after sequence, each a prompt and its response. T rows
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -45,23 +46,28 @@ class Batch:
 
 
 class StateCache:
-    """The cached columns of a folder that `extend_cache` made."""
+    """The cached columns of a folder that `extend_cache` made, with the sequences that all of them have."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        exit_layers: Sequence[int] | None = None,  # None takes all that are there
+        max_sequences: int | None = None,
+    ) -> None:
         index = read_index(folder)
         self.folder = folder
         self.dtype: torch.dtype = getattr(torch, index["dtype"])
         self.exit_layers = tuple(sorted(cached_layers(index["num_rows"])))
-        self._columns = {
-            name: _map_column(folder, name, num_rows, self.dtype, index["hidden_size"])
-            for name, num_rows in index["num_rows"].items()
-        }
-        # Only sequences that every column has: an interruption may have left one column behind.
-        num_rows = min(index["num_rows"].values(), default=0)
+        names = wanted_columns(self.exit_layers if exit_layers is None else exit_layers)
+        for name in names:
+            self._check_has(name, index["num_rows"])
+        # An interruption may have left one column behind, and an extension one that is not wanted now.
+        num_rows = min(index["num_rows"][name] for name in names)
+        self._columns = {name: _map_column(folder, name, num_rows, self.dtype, index["hidden_size"]) for name in names}
         self.sequences: list[Response] = []
         self._starts: list[int] = []
         start = 0
-        for sequence in read_responses(folder / "sequences.jsonl"):
+        for sequence in islice(read_responses(folder / "sequences.jsonl"), max_sequences):
             if start + sequence.length > num_rows:
                 break
             self.sequences.append(sequence)
@@ -99,12 +105,15 @@ class StateCache:
         )
 
     def _gather(self, name: str, rows: Sequence[slice]) -> Tensor:
-        if name not in self._columns:
-            have = ", ".join(map(str, self.exit_layers))
-            raise ValueError(f"the cache {self.folder} has exit layers {have}, but no {name}; extend it first")
+        self._check_has(name, self._columns)
         column = self._columns[name]
         values = torch.from_numpy(np.concatenate([column[part] for part in rows]))
         return values if column.ndim == 1 else values.view(self.dtype)
+
+    def _check_has(self, name: str, columns: Container[str]) -> None:
+        if name not in columns:
+            have = ", ".join(map(str, self.exit_layers))
+            raise ValueError(f"the cache {self.folder} has exit layers {have}, but no {name}; extend it first")
 
 
 def bytes_per_token(backbone: Backbone, exit_layers: Sequence[int]) -> int:
@@ -116,6 +125,11 @@ def bytes_per_token(backbone: Backbone, exit_layers: Sequence[int]) -> int:
 def layer_column(exit_layer: int) -> str:
     """Name of the column of an exit layer's hidden states."""
     return f"layer_{exit_layer}"
+
+
+def wanted_columns(exit_layers: Sequence[int]) -> list[str]:
+    """The columns that heads at `exit_layers` train on; layer 0 has none."""
+    return [FINAL, LOG_NORMALISER, TOP_TOKEN, *(layer_column(layer) for layer in exit_layers if layer > 0)]
 
 
 def cached_layers(columns: Mapping[str, Any] | Sequence[str]) -> list[int]:
@@ -137,7 +151,13 @@ def read_index(folder: Path) -> dict[str, Any]:
     path = folder / "index.json"
     if not path.exists():
         raise ValueError(f"{folder} holds no state cache; run hispec-train to make one")
-    index: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        index: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        complete = {"format", "fingerprint", "dtype", "hidden_size", "num_rows"} <= index.keys()
+    except (ValueError, AttributeError):
+        complete = False
+    if not complete:
+        raise ValueError(f"{path} is damaged; remove the folder {folder}, then run again: the cache is made anew")
     if index["format"] != FORMAT:
         raise ValueError(f"the cache {folder} has format {index['format']}, this version reads {FORMAT}; remove it")
     return index

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from ..checkpoints import write_atomically
 from ..heads import Backbone, DenseAttention
 from .cache import (
     FINAL,
@@ -29,6 +30,7 @@ from .cache import (
     pack_positions,
     pack_token_ids,
     read_index,
+    wanted_columns,
 )
 from .responses import Response, read_responses, write_responses
 
@@ -47,16 +49,19 @@ def extend_cache(
     """Read `responses` with the base and keep what heads at `exit_layers` train on.
 
     Goes on from what is there, and computes only what is missing: more responses or exit layers can be added
-    later. The responses that are cached already must be the first of `responses`. What would exceed `max_gb`
-    is left out, and that is said. Raises ValueError for a cache of another base or of other responses.
+    later. The responses that are cached already must be the first of `responses`, or begin with them; those
+    beyond stay on the disk, but are not in what is returned. What would exceed `max_gb` is left out, and that
+    is said. Raises ValueError for a cache of another base or of other responses.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    index = _open_index(folder, backbone, fingerprint)
+    index = open_index(folder, backbone, fingerprint)
     done: dict[str, int] = index["num_rows"]
-    wanted = {*(layer_column(layer) for layer in exit_layers if layer > 0), FINAL, LOG_NORMALISER, TOP_TOKEN}
+    wanted = set(wanted_columns(exit_layers))
     done |= {name: 0 for name in sorted(wanted) if name not in done}
-    responses = responses[: _num_fitting(responses, cached_layers(done), backbone, max_gb)]
-    _keep_sequences(folder, responses)
+    responses = responses[: num_fitting(responses, cached_layers(done), backbone, max_gb)]
+    num_cached = check_sequences(folder, responses)
+    folder.mkdir(parents=True, exist_ok=True)
+    if len(responses) > num_cached:
+        write_responses(folder / "sequences.jsonl", responses)
     _write_index(folder, index)
     total = sum(response.length for response in responses)
     num_done = min(total, *(done[name] for name in wanted))
@@ -71,7 +76,7 @@ def extend_cache(
                 done |= dict.fromkeys(missing, stop)
                 _write_index(folder, index)
                 progress.update(stop - max(start, num_done))
-    return StateCache(folder)
+    return StateCache(folder, exit_layers, len(responses))
 
 
 @torch.inference_mode()
@@ -115,30 +120,29 @@ def _pack(responses: Sequence[Response], batch_tokens: int) -> Iterator[list[Res
         yield batch
 
 
-def _num_fitting(responses: Sequence[Response], exit_layers: Sequence[int], backbone: Backbone, max_gb: float) -> int:
+def num_fitting(responses: Sequence[Response], exit_layers: Sequence[int], backbone: Backbone, max_gb: float) -> int:
     """How many responses fit into `max_gb`; says so where it is not all."""
     max_rows = int(max_gb * 1e9) // bytes_per_token(backbone, exit_layers)
     num_rows = np.cumsum([response.length for response in responses])
-    num_fitting = int(np.searchsorted(num_rows, max_rows, side="right"))
-    if num_fitting == 0:
+    num_taken = int(np.searchsorted(num_rows, max_rows, side="right"))
+    if num_taken == 0:
         raise ValueError(f"max_cache_gb is {max_gb}: not even the first response fits; allow more")
-    if num_fitting < len(responses):
+    if num_taken < len(responses):
         tqdm.write(
-            f"the cache is bounded at {max_gb} GB (data.max_cache_gb), so that it takes {num_fitting} of "
+            f"the cache is bounded at {max_gb} GB (data.max_cache_gb), so that it takes {num_taken} of "
             f"{len(responses)} responses",
             file=sys.stderr,
         )
-    return num_fitting
+    return num_taken
 
 
-def _keep_sequences(folder: Path, responses: Sequence[Response]) -> None:
-    """Write down which sequences the rows are; raises ValueError where the cache has others."""
+def check_sequences(folder: Path, responses: Sequence[Response]) -> int:
+    """How many sequences the cache has; raises ValueError unless `responses` are these, fewer or more."""
     cached = list(read_responses(folder / "sequences.jsonl"))
     num_common = min(len(cached), len(responses))
     if cached[:num_common] != list(responses[:num_common]):
         raise ValueError(f"the cache {folder} was made of other responses; remove it or use another output folder")
-    if len(responses) > len(cached):
-        write_responses(folder / "sequences.jsonl", responses)
+    return len(cached)
 
 
 def _to_bits(states: Tensor) -> np.ndarray:  # [T, D] -> [T, D]
@@ -155,7 +159,8 @@ def _write_rows(path: Path, start: int, values: np.ndarray) -> None:
         os.fsync(file.fileno())
 
 
-def _open_index(folder: Path, backbone: Backbone, fingerprint: Mapping[str, Any]) -> dict[str, Any]:
+def open_index(folder: Path, backbone: Backbone, fingerprint: Mapping[str, Any]) -> dict[str, Any]:
+    """The cache's index, or a new one, not yet written; raises ValueError for a cache of another base."""
     made_with = {
         "format": FORMAT,
         "fingerprint": dict(fingerprint),
@@ -175,6 +180,4 @@ def _open_index(folder: Path, backbone: Backbone, fingerprint: Mapping[str, Any]
 
 
 def _write_index(folder: Path, index: Mapping[str, Any]) -> None:
-    temporary = folder / "index.json.partial"
-    temporary.write_text(json.dumps(index), encoding="utf-8")
-    temporary.replace(folder / "index.json")
+    write_atomically(folder / "index.json", json.dumps(index))

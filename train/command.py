@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 from ..checkpoints import load_base
 from ..heads import HeadKind
-from ..recipes import Recipe, load_recipe, resolve_model
+from ..recipes import Recipe, load_recipe
 from .pipeline import make_adapter
 from .plan import describe_plan
 from .report import describe_report
@@ -19,7 +19,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="hispec-train",
         description="Train early-exit heads for a causal LM on its own responses; save them as an adapter. "
-        "The same command again, after any interruption, goes on where it was.",
+        "The same command again, without --no-resume, goes on after any interruption where it was.",
     )
     parser.add_argument("--model", metavar="NAME", help="alias, hub id or folder of the base model")
     parser.add_argument("--recipe", metavar="NAME", help="recipe: an alias or a YAML file (default: that of --model)")
@@ -65,10 +65,11 @@ def build_parser() -> argparse.ArgumentParser:
         "--resume",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="go on from the checkpoints in --output; --no-resume trains anew, on the same responses",
+        help="go on from the checkpoints in --output; --no-resume trains anew, on the same responses (interrupted, "
+        "the same command without --no-resume goes on where it was)",
     )
     parser.add_argument("--seed", type=int, help="seed of sampling, of the order of the data and of the windows")
-    parser.add_argument("--dtype", default="auto", help="dtype of the base: auto, bfloat16 or float32")
+    parser.add_argument("--dtype", default="auto", help="dtype of the base: auto, float32, bfloat16 or float16")
     parser.add_argument(
         "--dry-run", "--dry_run", action="store_true", help="print the plan and what it costs, and do nothing"
     )
@@ -82,13 +83,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _run(options, ["hispec-train", *arguments])
     except KeyboardInterrupt:
-        print("\nhispec-train: interrupted; the same command goes on where it was", file=sys.stderr)
+        without = "" if options.resume else " without --no-resume"
+        print(f"\nhispec-train: interrupted; the same command{without} goes on where it was", file=sys.stderr)
         return 130
-    except OSError as error:
-        where = f": {error.filename}" if error.filename else ""
-        print(f"hispec-train: error: {error.strerror or error}{where}", file=sys.stderr)
-        return 2
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         print(f"hispec-train: error: {error}", file=sys.stderr)
         return 2
 
@@ -99,7 +97,9 @@ def resolve_recipe(options: argparse.Namespace) -> Recipe:
         raise ValueError("name a base model with --model or a recipe with --recipe, for example --model smollm2")
     recipe = load_recipe(options.recipe if options.recipe is not None else options.model)
     if options.recipe is not None and options.model is not None:
-        recipe = replace(recipe, model=resolve_model(options.model))
+        other = load_recipe(options.model)
+        # Named after its model, so that it does not go into the folder of the recipe's own runs.
+        recipe = recipe if other.model == recipe.model else replace(recipe, name=other.name, model=other.model)
     size = options.draft_vocab_size
     heads = {
         "exit_layers": options.exit_layers,
@@ -121,11 +121,18 @@ def _run(options: argparse.Namespace, command: Sequence[str]) -> int:
     print(f"{recipe.name}: {recipe.model.source}, run in {recipe.output_folder()}", file=sys.stderr)
     base, tokenizer = load_base(recipe.model.source, dtype=options.dtype, revision=recipe.model.revision)
     if options.dry_run:
-        print(describe_plan(recipe, base, tokenizer, cache_layers=options.cache_layers))
+        print(describe_plan(recipe, base, tokenizer, cache_layers=options.cache_layers, resume=options.resume))
         return 0
-    adapter = make_adapter(
-        recipe, base, tokenizer, cache_layers=options.cache_layers, resume=options.resume, command=command
-    )
+    try:
+        adapter = make_adapter(
+            recipe, base, tokenizer, cache_layers=options.cache_layers, resume=options.resume, command=command
+        )
+    except OSError as error:
+        what = f"{error.strerror or error}: {error.filename}" if error.filename else error.strerror or error
+        raise ValueError(
+            f"cannot work in {recipe.output_folder()} ({what}); make room there, or choose another folder with "
+            "--output: what is there is kept, and the same command goes on where it was"
+        ) from error
     print(describe_report(adapter))
     print(f"adapter: {adapter}")
     return 0

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ..checkpoints import write_atomically
+
 
 class Curve:
     """Appends to `path`; goes on at `step`: what stands after it is dropped, for it is made again."""
@@ -17,7 +19,7 @@ class Curve:
     ) -> None:
         self.path = path
         records = [record for record in read_curve(path) if record["step"] <= step]
-        path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+        write_atomically(path, "".join(json.dumps(record) + "\n" for record in records))
         self.last_step = records[-1]["step"] if records else -1
         """Step of the last record; -1 where there is none."""
         self.losses = {} if losses is None or self.last_step == step else dict(losses)
@@ -40,7 +42,16 @@ class Curve:
 
 
 def read_curve(path: Path) -> list[dict[str, Any]]:
-    """The records so far; a line torn by an interruption is left out."""
+    """The records so far, without a line torn by an interruption; ValueError names a bad line."""
     if not path.exists():
         return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1] if line]
+    records = []
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            record = None
+        if not isinstance(record, dict) or "step" not in record:
+            raise ValueError(f"{path} line {number} is damaged; delete the line, then run again")
+        records.append(record)
+    return records

@@ -1,7 +1,7 @@
 """From recipe to adapter: responses, cache, heads, measurement, adapter; every stage goes on where it was."""
 
+import hashlib
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -11,7 +11,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 from transformers import PreTrainedModel
 
-from ..checkpoints import fingerprint, run_record, save_adapter
+from ..checkpoints import fingerprint, run_record, save_adapter, write_atomically
 from ..heads import EarlyExitModel
 from ..infer import Engine
 from ..recipes import DataRecipe, Recipe, default_exit_layers
@@ -77,20 +77,12 @@ def regenerate_responses(
     """The responses of `folder/responses.jsonl`, made as far as they are missing."""
     prompts = read_prompts(data.prompts_path())
     check_split(prompts, data.held_out_fraction)
-    engine = make_engine(base, tokenizer, prompts, data)
-    keep_settings(
-        folder / "responses.json",
-        {
-            "base": fingerprint(base)["weights"],
-            "dtype": str(base.dtype),
-            "prompts": fingerprint_prompts(prompts),
-            "greedy": data.greedy,
-            "num_sampled": data.num_sampled,
-            "temperature": data.temperature,
-            "max_new_tokens": data.max_new_tokens,
-            "seed": seed,
-        },
-    )
+    engine = make_engine(base, tokenizer, data)
+    render(engine, prompts)
+    settings = response_settings(engine, prompts, data, seed=seed)
+    path = folder / "responses.json"
+    if not check_settings(path, settings):
+        write_atomically(path, json.dumps(settings, indent=2) + "\n")
     return regenerate(
         engine,
         order_responses(prompts, data, seed=seed),
@@ -148,32 +140,29 @@ def train_adapter(
     """Train the recipe's heads on a cache, measure them and write `folder/adapter`."""
     training, held_out = split_sequences(cache.sequences, recipe.data.held_out_fraction, num_tokens)
     model = make_model(base, recipe, [cache.sequences[index] for index in training])
-    values = recipe.to_dict()
     if any(True for _ in model.heads.parameters()):
-        settings = {
-            "heads": values["heads"],
-            "training": {name: value for name, value in values["training"].items() if name not in HARMLESS},
-            "held_out_fraction": recipe.data.held_out_fraction,
-            "num_responses": len(training),
-        }
-        trainer = Trainer(
-            model,
-            cache,
-            training,
-            held_out,
-            folder,
-            settings=settings,
-            resume=resume,
-            **asdict(recipe.training),
-        )
-        trainer.run()
+        settings = training_settings(recipe, len(training))
+        Trainer(
+            model, cache, training, held_out, folder, settings=settings, resume=resume, **asdict(recipe.training)
+        ).run()
     model.heads.to(base.dtype)
     report = evaluate(model, cache, held_out, max_window=recipe.training.max_window, show_progress=True)
-    record = run_record(command=command or ["hispec.train"], recipe=values, acceptance=report)
+    record = run_record(command=command or ["hispec.train"], recipe=recipe.to_dict(), acceptance=report)
     record["num_training_responses"] = len(training)
     record["num_training_tokens"] = sum(len(cache.sequences[index].token_ids) for index in training)
     save_adapter(model, folder / "adapter", run=record)
     return folder / "adapter"
+
+
+def training_settings(recipe: Recipe, num_responses: int | None) -> dict[str, Any]:
+    """What must be the same for a training run to go on; `num_responses` is None where it is not known yet."""
+    values = recipe.to_dict()
+    return {
+        "heads": values["heads"],
+        "training": {name: value for name, value in values["training"].items() if name not in HARMLESS},
+        "held_out_fraction": recipe.data.held_out_fraction,
+        "num_responses": "more than there are yet" if num_responses is None else num_responses,
+    }
 
 
 def make_model(base: PreTrainedModel, recipe: Recipe, responses: Sequence[Response]) -> EarlyExitModel:
@@ -190,24 +179,21 @@ def make_model(base: PreTrainedModel, recipe: Recipe, responses: Sequence[Respon
     return model
 
 
-def make_engine(base: PreTrainedModel, tokenizer: Any, prompts: Sequence[Prompt], data: DataRecipe) -> Engine:
-    """An engine for the base alone, with blocks for a full batch; ValueError names a bad prompt."""
+def make_engine(base: PreTrainedModel, tokenizer: Any, data: DataRecipe) -> Engine:
+    """An engine for the base alone."""
     model = EarlyExitModel.from_configs(base, [])
-    renderer = Engine(model, tokenizer, method="autoregressive", max_num_seqs=1, num_blocks=1)
-    longest = 0
+    return Engine(model, tokenizer, method="autoregressive", max_num_seqs=data.batch_size)
+
+
+def render(engine: Engine, prompts: Sequence[Prompt]) -> list[list[int]]:
+    """The token ids of each prompt as the base reads it; ValueError names a bad prompt."""
+    rendered = []
     for prompt in prompts:
         try:
-            longest = max(longest, len(renderer.encode_turn(prompt.text)))
+            rendered.append(engine.encode_turn(prompt.text))
         except ValueError as error:
             raise ValueError(f"prompt {prompt.id!r}: {error}") from None
-    length = min(longest + data.max_new_tokens, model.backbone.max_context)
-    return Engine(
-        model,
-        tokenizer,
-        method="autoregressive",
-        max_num_seqs=data.batch_size,
-        num_blocks=data.batch_size * (math.ceil(length / renderer.config.block_size) + 1),
-    )
+    return rendered
 
 
 def check_split(prompts: Sequence[Prompt], fraction: float) -> None:
@@ -220,17 +206,51 @@ def check_split(prompts: Sequence[Prompt], fraction: float) -> None:
         )
 
 
-def keep_settings(path: Path, settings: Mapping[str, Any]) -> None:
-    """Write the settings that made a stage; raises ValueError where it was made with others."""
-    if path.exists():
+def response_settings(engine: Engine, prompts: Sequence[Prompt], data: DataRecipe, *, seed: int) -> dict[str, Any]:
+    """What must be the same for responses to be added to."""
+    base = engine.model.base
+    return {
+        "base": fingerprint(base)["weights"],
+        "dtype": str(base.dtype),
+        "prompts": fingerprint_prompts(prompts),
+        "tokenizer": fingerprint_tokenizer(engine, prompts),
+        "greedy": data.greedy,
+        "num_sampled": data.num_sampled,
+        "temperature": data.temperature,
+        "max_new_tokens": data.max_new_tokens,
+        "held_out_fraction": data.held_out_fraction,
+        "seed": seed,
+    }
+
+
+def fingerprint_tokenizer(engine: Engine, prompts: Sequence[Prompt]) -> str:
+    """Hexadecimal digest of the chat template, and of the prompts' token ids without it.
+
+    Not of the rendered prompts: some templates write today's date.
+    """
+    digest = hashlib.sha256(json.dumps(getattr(engine.tokenizer, "chat_template", None)).encode())
+    for prompt in prompts:
+        digest.update(json.dumps(engine.encode(prompt.text)).encode())
+    return digest.hexdigest()[:16]
+
+
+def check_settings(path: Path, settings: Mapping[str, Any]) -> bool:
+    """Whether `path` is there; raises ValueError where a stage was begun with other settings.
+
+    A setting that the file does not know is passed over: an earlier hispec wrote it.
+    """
+    if not path.exists():
+        return False
+    try:
         earlier = json.loads(path.read_text(encoding="utf-8"))
-        for name, value in settings.items():
-            if earlier.get(name) != value:
-                raise ValueError(
-                    f"{path.parent} was begun with {name} {earlier.get(name)}, now it is {value}; "
-                    "use another --output folder or the settings it was begun with"
-                )
-        return
-    temporary = path.with_name(path.name + ".partial")
-    temporary.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-    temporary.replace(path)
+    except ValueError:
+        earlier = None
+    if not isinstance(earlier, dict):
+        raise ValueError(f"{path} is damaged; remove it if the settings are those the run was begun with")
+    for name, value in settings.items():
+        if earlier.get(name, value) != value:
+            raise ValueError(
+                f"{path.parent} was begun with {name} {earlier[name]}, now it is {value}; "
+                "use another --output folder or the settings it was begun with"
+            )
+    return True

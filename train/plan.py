@@ -10,17 +10,28 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from ..checkpoints import fingerprint
+from ..checkpoints import fingerprint, load_training_state
 from ..heads import EarlyExitModel
 from ..infer import Engine, SamplingParams
 from ..recipes import Recipe
-from .cache import StateCache, bytes_per_token
-from .cache_writer import extend_cache
+from .cache import StateCache, bytes_per_token, cached_layers, wanted_columns
+from .cache_writer import check_sequences, extend_cache, num_fitting, open_index
 from .exit_states import exit_heads
-from .pipeline import make_engine, make_model, resolve
+from .pipeline import (
+    check_settings,
+    check_split,
+    make_engine,
+    make_model,
+    order_responses,
+    render,
+    resolve,
+    response_settings,
+    training_settings,
+)
 from .prompts import Prompt, is_held_out, read_prompts
-from .responses import Response, read_responses
-from .trainer import Trainer, newest_step
+from .responses import Response, read_beginning, read_responses
+from .split import split_sequences
+from .trainer import Trainer
 
 NUM_PROBED = 16
 """Prompts that the probe reads."""
@@ -38,23 +49,84 @@ class Rates:
     """Response tokens trained on, by all heads."""
 
 
-def describe_plan(recipe: Recipe, base: PreTrainedModel, tokenizer: Any, *, cache_layers: Sequence[int] = ()) -> str:
-    """The plan of a run as text; takes a few seconds of measuring and writes nothing that stays."""
+@dataclass(frozen=True, kw_only=True)
+class Done:
+    """What a run finds in its folder."""
+
+    num_responses: int
+    """Responses."""
+    num_response_tokens: int
+    """Their tokens."""
+    num_cached: int
+    """Tokens for which the cache has everything that is wanted."""
+    num_steps: int
+    """Training steps to go on from."""
+
+
+def describe_plan(
+    recipe: Recipe,
+    base: PreTrainedModel,
+    tokenizer: Any,
+    *,
+    cache_layers: Sequence[int] = (),  # as in `make_adapter`
+    resume: bool = True,
+) -> str:
+    """The plan of a run as text; takes a few seconds of measuring and writes nothing that stays.
+
+    Raises the ValueError with which the run would end, as far as it can be known before.
+    """
     recipe = resolve(recipe, base)
     assert recipe.heads.exit_layers is not None
     prompts = read_prompts(recipe.data.prompts_path())
-    engine = make_engine(base, tokenizer, prompts, recipe.data)
-    rendered = [engine.encode_turn(prompt.text) for prompt in prompts]
+    check_split(prompts, recipe.data.held_out_fraction)
+    engine = make_engine(base, tokenizer, recipe.data)
+    rendered = render(engine, prompts)
     layers = sorted({*recipe.heads.exit_layers, *cache_layers})
-    rates = probe(recipe, base, engine, rendered, layers)
     model = make_model(base, recipe, [])
+    done = find_done(recipe, model, engine, prompts, layers, resume=resume)
+    rates = probe(recipe, base, engine, rendered, layers)
     lines = [
         _describe_base(recipe, base, model),
         *_describe_heads(model),
         _describe_data(recipe, prompts),
-        *_describe_stages(recipe, model, rates, layers, sum(map(len, rendered)) / len(rendered)),
+        *_describe_stages(recipe, model, rates, done, layers, sum(map(len, rendered)) / len(rendered)),
     ]
     return "\n".join(lines)
+
+
+def find_done(
+    recipe: Recipe,
+    model: EarlyExitModel,
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    layers: Sequence[int],
+    *,
+    resume: bool,
+) -> Done:
+    """Look at the run's folder without writing; raises ValueError for what does not fit the recipe."""
+    folder, data, seed = recipe.output_folder(), recipe.data, recipe.training.seed
+    check_settings(folder / "responses.json", response_settings(engine, prompts, data, seed=seed))
+    order = order_responses(prompts, data, seed=seed)
+    responses = read_beginning(folder / "responses.jsonl", order, data.num_tokens)
+    num_tokens = sum(len(response.token_ids) for response in responses)
+    made = [len(response.token_ids) for response in read_responses(folder / "responses.jsonl")]
+    index = open_index(folder / "cache", model.backbone, fingerprint(model.base))
+    if responses:
+        all_layers = {*cached_layers(index["num_rows"]), *layers}
+        responses = responses[: num_fitting(responses, sorted(all_layers), model.backbone, data.max_cache_gb)]
+        check_sequences(folder / "cache", responses)
+    num_training = None
+    if num_tokens >= data.num_tokens or len(made) == len(order):
+        num_training = len(split_sequences(responses, data.held_out_fraction)[0])
+    state = None
+    if resume and any(True for _ in model.heads.parameters()):
+        state = load_training_state(folder / "checkpoints", training_settings(recipe, num_training))
+    return Done(
+        num_responses=len(made),
+        num_response_tokens=sum(made),
+        num_cached=min(index["num_rows"].get(name, 0) for name in wanted_columns(layers)),
+        num_steps=0 if state is None else state.step,
+    )
 
 
 def probe(
@@ -146,37 +218,35 @@ def _describe_data(recipe: Recipe, prompts: Sequence[Prompt]) -> str:
 
 
 def _describe_stages(
-    recipe: Recipe, model: EarlyExitModel, rates: Rates, layers: Sequence[int], mean_prompt: float
+    recipe: Recipe, model: EarlyExitModel, rates: Rates, done: Done, layers: Sequence[int], mean_prompt: float
 ) -> list[str]:
-    folder, data, training = recipe.output_folder(), recipe.data, recipe.training
-    made = [len(response.token_ids) for response in read_responses(folder / "responses.jsonl")]
-    mean_response = sum(made) / len(made) if made else 0.6 * data.max_new_tokens
+    data, training = recipe.data, recipe.training
+    mean_response = 0.6 * data.max_new_tokens
+    if done.num_responses:
+        mean_response = done.num_response_tokens / done.num_responses
     num_rows = int(data.num_tokens * (1 + mean_prompt / mean_response))
     bytes_per_row = bytes_per_token(model.backbone, layers)
     num_rows = min(num_rows, int(data.max_cache_gb * 1e9) // bytes_per_row)
-    num_cached = 0
-    if (folder / "cache" / "index.json").exists():
-        num_cached = sum(sequence.length for sequence in StateCache(folder / "cache").sequences)
     num_trained = int(num_rows * mean_response / (mean_prompt + mean_response) * (1 - data.held_out_fraction))
     num_steps = max(1, training.num_epochs * num_trained // training.batch_tokens)
     num_steps = min(num_steps, training.max_steps or num_steps)
-    done = newest_step(folder)
     left = {
-        "responses": max(0, data.num_tokens - sum(made)) / rates.responses,
-        "cache": max(0, num_rows - num_cached) / rates.cached,
-        "train": max(0, num_steps - done) * training.batch_tokens / rates.trained,
+        "responses": max(0, data.num_tokens - done.num_response_tokens) / rates.responses,
+        "cache": max(0, num_rows - done.num_cached) / rates.cached,
+        "train": max(0, num_steps - done.num_steps) * training.batch_tokens / rates.trained,
     }
     size = sum(parameter.numel() for parameter in model.heads.parameters())
     weights = sum(p.numel() * p.element_size() for p in model.base.parameters())
     disk = num_rows * bytes_per_row + 2 * 12 * size + size * model.backbone.dtype.itemsize
     memory = weights + 16 * size + training.batch_tokens * 64 * model.backbone.hidden_size * len(model.heads)
     return [
-        f"responses  {data.num_tokens} tokens, {sum(made)} done: {_time(left['responses'])} "
+        f"responses  {data.num_tokens} tokens, {done.num_response_tokens} done: {_time(left['responses'])} "
         f"at {rates.responses:.0f} tokens/s",
-        f"cache      about {num_rows} tokens, {num_cached} done: {_time(left['cache'])} at {rates.cached:.0f} tokens/s",
-        f"train      about {num_steps} steps of {training.batch_tokens} tokens, {done} done: "
+        f"cache      about {num_rows} tokens, {done.num_cached} done: {_time(left['cache'])} "
+        f"at {rates.cached:.0f} tokens/s",
+        f"train      about {num_steps} steps of {training.batch_tokens} tokens, {done.num_steps} done: "
         f"{_time(left['train'])} at {rates.trained:.0f} tokens/s",
-        f"in all     {_time(sum(left.values()))}; {disk / 1e9:.1f} GB of disk in {folder}, "
+        f"in all     {_time(sum(left.values()))}; {disk / 1e9:.1f} GB of disk in {recipe.output_folder()}, "
         f"about {memory / 1e9:.1f} GB of memory and the KV cache of {data.batch_size} responses",
     ]
 

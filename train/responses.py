@@ -13,6 +13,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from ..checkpoints import write_atomically
 from ..infer import Completion, Engine, SamplingParams
 from .prompts import Prompt, is_held_out
 
@@ -75,15 +76,16 @@ def regenerate(
     """Answer the prompts in order until `num_tokens` response tokens are there, from what `path` holds on.
 
     Each answer is appended to `path` and flushed when it is finished, so that an interruption costs only what
-    was being written. At the end the file is put in order and cut to what was wanted: the same prompts and
-    seed give the same file, however often the work was interrupted (but for near ties, which in 16 bits
-    can fall differently in another batch). A file that has enough is left as it is.
+    was being written. The same prompts and seed give the same responses, however often the work was
+    interrupted (but for near ties, which in 16 bits can fall differently in another batch). At the end the
+    file is put in order; it keeps every answer, also those beyond what was wanted. A file that has enough is
+    left as it is.
     """
     _drop_torn_line(path)
     finished = _read_finished(path)
     keys = [(prompt.id, sample) for prompt, sample in order]
     responses = _beginning(finished, keys, num_tokens)
-    if list(finished) == keys[: len(finished)] and _count(responses) >= num_tokens:
+    if _count(responses) >= num_tokens:
         return responses
     left = [item for item, key in zip(order, keys, strict=True) if key not in finished]
     # Answers that an interrupted run skipped over, because longer ones finish later.
@@ -123,17 +125,20 @@ def regenerate(
         finally:
             for request_id in running:
                 engine.abort(request_id)
-    responses = _beginning(finished, keys, num_tokens)
-    write_responses(path, responses)
+    write_responses(path, [finished[key] for key in keys if key in finished])
     if num_finished < num_tokens:
         text = f"all prompts are answered: {num_finished} response tokens, {num_tokens} were wanted"
         tqdm.write(text, file=sys.stderr)
-    return responses
+    return _beginning(finished, keys, num_tokens)
 
 
-def read_beginning(path: Path, order: Sequence[tuple[Prompt, int]]) -> list[Response]:
-    """What is finished in the order of `order`, up to the first missing one; also while `path` grows."""
-    return _beginning(_read_finished(path), [(prompt.id, sample) for prompt, sample in order], float("inf"))
+def read_beginning(
+    path: Path,
+    order: Sequence[tuple[Prompt, int]],
+    num_tokens: float = math.inf,
+) -> list[Response]:
+    """What is finished in the order of `order`, up to a missing one or to `num_tokens`; also while `path` grows."""
+    return _beginning(_read_finished(path), [(prompt.id, sample) for prompt, sample in order], num_tokens)
 
 
 def _response(prompt: Prompt, sample: int, completion: Completion) -> Response:
@@ -197,9 +202,4 @@ def _drop_torn_line(path: Path) -> None:
 
 def write_responses(path: Path, responses: Sequence[Response]) -> None:
     """Replace `path` by these responses, at once or not at all."""
-    temporary = path.with_name(path.name + ".partial")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(asdict(response)) + "\n" for response in responses)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    write_atomically(path, "".join(json.dumps(asdict(response)) + "\n" for response in responses))

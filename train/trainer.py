@@ -140,7 +140,9 @@ class Trainer:
                 to_logits=partial(head_logits, self.model, index),
             )
             mean = total / max(1, len(batch.loss_rows))
-            mean.backward()
+            # A shared head has nothing to train, but its loss is shown beside those of the others.
+            if mean.requires_grad:
+                mean.backward()
             losses[str(exit_layer)] = mean.item()
         return losses
 
@@ -174,12 +176,6 @@ class Trainer:
         self.optimizer.load_state_dict(state.content["optimizer"])
         self.num_steps = state.step
         return state
-
-
-def newest_step(folder: Path) -> int:
-    """Steps of the newest checkpoint of a run, 0 where there is none."""
-    names = [path.name.rpartition("-")[2] for path in (folder / "checkpoints").glob("state-*")]
-    return max((int(name) for name in names if name.isdigit()), default=0)
 
 
 def learning_rate_at(step: int, num_steps: int, peak: float, warmup_steps: int) -> float:

@@ -1,0 +1,96 @@
+"""Linear layers that read the same input, as one product.
+
+T rows; D_in input size; D_out output size of all layers together.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from .product import product
+
+TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Names of layers that are called with one and the same tensor, one after the other."""
+
+
+class FusedLinear:
+    """The product of `linears`, computed by the first that is asked and handed out to each once.
+
+    The weights are not doubled: those of `linears` become views of the common one, their values unchanged.
+    """
+
+    def __init__(self, linears: Sequence[nn.Linear]) -> None:
+        self._linears = linears
+        self._sizes = [linear.out_features for linear in linears]
+        self._weight = self._gather()  # [D_out, D_in]
+        self._input: Tensor | None = None
+        self._outputs: list[Tensor | None] = []
+
+    def parts(self) -> list["FusedPart"]:
+        """What stands in for each of the layers."""
+        return [FusedPart(self, index) for index in range(len(self._linears))]
+
+    def take(self, index: int, hidden: Tensor) -> Tensor:  # [..., T, D_in] -> [..., T, out_features of the layer]
+        """The output of layer `index`."""
+        if hidden is not self._input:
+            if self._linears[0].weight.data_ptr() != self._weight.data_ptr():
+                self._weight = self._gather()  # the base was moved to another device or dtype
+            self._input = hidden
+            self._outputs = list(product(hidden, self._weight).split(self._sizes, dim=-1))
+        output, self._outputs[index] = self._outputs[index], None
+        assert output is not None
+        if not any(left is not None for left in self._outputs):
+            self._input = None
+        bias = self._linears[index].bias
+        return output if bias is None else output + bias
+
+    def _gather(self) -> Tensor:
+        weights = [linear.weight.detach() for linear in self._linears]
+        whole = _joined(weights)
+        if whole is None:
+            whole = torch.cat(weights)
+            for linear, part in zip(self._linears, whole.split(self._sizes), strict=True):
+                linear.weight.data = part
+        return whole
+
+
+class FusedPart:
+    """One of the layers of a `FusedLinear`."""
+
+    def __init__(self, fused: FusedLinear, index: int) -> None:
+        self._fused = fused
+        self._index = index
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        return self._fused.take(self._index, hidden)
+
+
+def fuse_linears(module: nn.Module) -> None:
+    """In `module` and below, replace plain linear layers: those that read the same input by one, the others alone.
+
+    Nothing differentiates through them: they are for inference.
+    """
+    for child in module.children():
+        fuse_linears(child)
+    plain = {name: child for name, child in module.named_children() if type(child) is nn.Linear}
+    groups = [names for names in TOGETHER if plain.keys() >= set(names)]
+    groups += [(name,) for name in plain if not any(name in names for names in groups)]
+    for names in groups:
+        parts = FusedLinear([plain[name] for name in names]).parts()
+        for name, part in zip(names, parts, strict=True):
+            # A plain attribute: a module would have to be one of the tree, with parameters of its own.
+            del module._modules[name]
+            module.__dict__[name] = part
+
+
+def _joined(weights: Sequence[Tensor]) -> Tensor | None:
+    """The weights as one tensor where they lie one behind the other already, as another `FusedLinear` left them."""
+    end = weights[0].data_ptr()
+    for weight in weights:
+        is_next = weight.data_ptr() == end and weight.is_contiguous()
+        if not is_next or weight.untyped_storage().data_ptr() != weights[0].untyped_storage().data_ptr():
+            return None
+        end += weight.numel() * weight.element_size()
+    num_rows = sum(len(weight) for weight in weights)
+    return weights[0].as_strided((num_rows, weights[0].shape[1]), weights[0].stride())
