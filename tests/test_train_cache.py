@@ -71,7 +71,8 @@ def test_cache_is_extended_by_layers_and_by_responses(base, backbone, tmp_path):
         cache.read([0], [2], backbone)
     cache = extend(tmp_path, responses, backbone, [2, 4])
     assert (tmp_path / "layer_2.bin").read_bytes().startswith(kept)
-    check(cache, base, backbone, responses, [1, 2, 4])
+    assert cache.exit_layers == (2, 4)
+    check(StateCache(tmp_path), base, backbone, responses, [1, 2, 4])
 
 
 def test_fewer_responses_are_honoured_and_what_is_there_is_kept(backbone, tmp_path, monkeypatch):

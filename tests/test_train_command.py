@@ -1,10 +1,10 @@
 """`hispec-train`, from nothing to an adapter, and what it says to bad input."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
@@ -12,10 +12,11 @@ from filelock import FileLock
 
 from hispec.checkpoints import load_adapter
 from hispec.infer import Engine, SamplingParams
-from hispec.train import cache_writer
+from hispec.train import Trainer, pipeline
 from hispec.train.command import build_parser, main, resolve_recipe
+from hispec.train.responses import read_responses
 
-from .train_support import build_tokenizer, write_prompts
+from .train_support import build_tokenizer, small_disk, write_prompts
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +57,27 @@ def run(recipe_file, output, *flags):
     return main(["--recipe", str(recipe_file), "--output", str(output), *map(str, flags)])
 
 
+@pytest.fixture(scope="module")
+def whole(recipe_file, tmp_path_factory):
+    """The folder of a run that nothing interrupted."""
+    folder = tmp_path_factory.mktemp("whole")
+    assert run(recipe_file, folder) == 0
+    return folder
+
+
+def assert_ends_like(folder, whole):
+    weights = "adapter/adapter_model.safetensors"
+    assert (folder / weights).read_bytes() == (whole / weights).read_bytes()
+    assert (folder / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
+    expected = list(read_responses(whole / "cache" / "sequences.jsonl"))
+    assert list(read_responses(folder / "cache" / "sequences.jsonl")) == expected
+    assert all(response in list(read_responses(folder / "responses.jsonl")) for response in expected)
+
+
+def files_of(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 def test_from_nothing_to_an_adapter_that_generates(recipe_file, base, tmp_path, capsys):
     assert run(recipe_file, tmp_path, "--cache-layers", "3") == 0
     printed = capsys.readouterr().out
@@ -92,42 +114,174 @@ def test_the_same_command_again_does_nothing_twice(recipe_file, tmp_path, capsys
     assert "was begun with seed 0, now it is 1" in capsys.readouterr().err
 
 
+def test_fewer_tokens_are_honoured_and_more_go_on(recipe_file, whole, tmp_path):
+    assert run(recipe_file, tmp_path) == 0
+    before = (tmp_path / "responses.jsonl").read_bytes()
+    assert run(recipe_file, tmp_path, "--num-tokens", 100, "--no-resume") == 0
+    record = json.loads((tmp_path / "adapter" / "run.json").read_text())
+    assert record["num_training_tokens"] <= 116
+    assert (tmp_path / "responses.jsonl").read_bytes() == before
+    assert run(recipe_file, tmp_path, "--no-resume") == 0
+    assert_ends_like(tmp_path, whole)
+
+
 def test_dry_run_prints_the_plan_and_leaves_nothing(recipe_file, tmp_path, capsys):
     assert run(recipe_file, tmp_path / "run", "--dry-run") == 0
     plan = capsys.readouterr().out
     for word in ("base ", "head ", "data ", "responses ", "cache ", "train ", "in all ", "tokens/s", "GB"):
         assert word in plan
     assert not (tmp_path / "run").exists()
-    assert run(recipe_file, tmp_path / "run") == 0
-    capsys.readouterr()
-    assert run(recipe_file, tmp_path / "run", "--dry-run") == 0
-    assert ", 0 done" not in capsys.readouterr().out
 
 
-def test_killed_runs_end_like_one_that_was_not(recipe_file, tmp_path):
-    """kill -9 at several moments, then the same command to its end."""
-    assert run(recipe_file, tmp_path / "whole") == 0
-    command = [sys.executable, "-m", "hispec.train", "--recipe", str(recipe_file)]
-    command += ["--output", str(tmp_path / "parts")]
-    marks = ("responses.jsonl", "cache/index.json", "checkpoints/state-000000002")
-    for mark in marks:
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        while process.poll() is None and not (tmp_path / "parts" / mark).exists():
-            time.sleep(0.01)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    assert run(recipe_file, tmp_path / "parts") == 0
-    for name in ("responses.jsonl", "adapter/adapter_model.safetensors"):
-        assert (tmp_path / "parts" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+def test_dry_run_tells_what_a_run_would_find(recipe_file, tmp_path, capsys):
+    """What is done already, and the error with which the run would end; nothing is written."""
+    assert run(recipe_file, tmp_path) == 0
+    before = files_of(tmp_path)
+
+    def plan(*flags):
+        capsys.readouterr()
+        code = run(recipe_file, tmp_path, *flags, "--dry-run")
+        printed = capsys.readouterr()
+        return code, {line.split()[0]: line for line in printed.out.splitlines()}, printed.err
+
+    code, lines, _ = plan()
+    assert code == 0
+    assert all(", 0 done" not in lines[stage] for stage in ("responses", "cache", "train"))
+    code, lines, _ = plan("--no-resume")
+    assert code == 0
+    assert ", 0 done" in lines["train"]
+    assert ", 0 done" not in lines["cache"]
+    code, lines, _ = plan("--no-resume", "--exit-layers", "1,2")
+    assert code == 0
+    assert ", 0 done" in lines["cache"]  # layer 1 is not there
+    for flags, message in (
+        (["--seed", 1], "was begun with seed 0, now it is 1"),
+        (["--max-steps", 2], "training.max_steps was None, is now 2"),
+        (["--exit-layers", "1,2"], "heads.exit_layers was [0, 2], is now [1, 2]"),
+        (["--num-tokens", 300], "num_responses was"),
+        (["--num-tokens", 100], "num_responses was"),
+        (["--dtype", "bfloat16"], "was begun with dtype torch.float32"),
+    ):
+        code, lines, error = plan(*flags)
+        assert (code, lines) == (2, {})
+        assert message in error
+    assert files_of(tmp_path) == before
+    index = tmp_path / "cache" / "index.json"
+    index.write_text(index.read_text().replace('"float32"', '"bfloat16"'))
+    assert "was made with dtype bfloat16, now it is float32" in plan()[2]
+    one_prompt = write_prompts(tmp_path / "one.jsonl", 1)
+    assert run(recipe_file, tmp_path / "new", "--data", one_prompt, "--dry-run") == 2
+    assert "holds out 1 of 1 prompts" in capsys.readouterr().err
 
 
-def test_ctrl_c_ends_with_a_sentence(recipe_file, tmp_path, monkeypatch, capsys):
+KILL = """
+import os, signal, sys
+from hispec.infer import Engine
+from hispec.train import Trainer, cache_writer
+from hispec.train.command import main
+
+place, name, left = globals()[sys.argv[1]], sys.argv[2], int(sys.argv[3])
+function = getattr(place, name)
+
+def killed(*args, **options):
+    global left
+    left -= 1
+    if left < 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return function(*args, **options)
+
+setattr(place, name, killed)
+main(sys.argv[4:])
+"""
+"""A run that dies when it calls a function once more than so often."""
+
+
+def test_killed_runs_end_like_one_that_was_not(recipe_file, whole, tmp_path):
+    """kill -9 in every stage, then the same command to its end."""
+    for stage, mark in (
+        (("Engine", "step", 40), "responses.jsonl"),
+        (("cache_writer", "_write_rows", 2), "cache/final.bin"),
+        (("Trainer", "step", 3), "checkpoints/state-000000002"),
+    ):
+        assert not (tmp_path / mark).exists()
+        command = [sys.executable, "-c", KILL, *map(str, stage), "--recipe", recipe_file, "--output", tmp_path]
+        process = subprocess.run(command, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        assert process.returncode == -signal.SIGKILL, process.stderr.decode()
+        assert (tmp_path / mark).exists()
+    assert not (tmp_path / "adapter").exists()
+    assert run(recipe_file, tmp_path) == 0
+    assert_ends_like(tmp_path, whole)
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "num_calls", "mark"),
+    [
+        (Engine, "step", 40, "responses.jsonl"),
+        (Trainer, "step", 3, "checkpoints/state-000000003"),
+    ],
+)
+def test_ctrl_c_ends_with_a_sentence_and_the_same_command_goes_on(
+    recipe_file, whole, tmp_path, monkeypatch, capsys, place, name, num_calls, mark
+):
+    function, calls = getattr(place, name), []
+
+    def interrupted(self):
+        calls.append(1)
+        if len(calls) > num_calls:
+            raise KeyboardInterrupt
+        return function(self)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(place, name, interrupted)
+        assert run(recipe_file, tmp_path) == 130
+    assert "interrupted; the same command goes on where it was" in capsys.readouterr().err
+    assert (tmp_path / mark).exists()
+    assert run(recipe_file, tmp_path) == 0
+    assert_ends_like(tmp_path, whole)
+
+
+def test_ctrl_c_with_no_resume_says_to_leave_it_out(recipe_file, tmp_path, monkeypatch, capsys):
     def interrupted(self):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Engine, "step", interrupted)
-    assert run(recipe_file, tmp_path) == 130
-    assert "the same command goes on where it was" in capsys.readouterr().err
+    assert run(recipe_file, tmp_path, "--no-resume") == 130
+    assert "the same command without --no-resume goes on where it was" in capsys.readouterr().err
+
+
+def test_responses_that_an_earlier_hispec_began_go_on(recipe_file, whole, tmp_path, capsys):
+    assert run(recipe_file, tmp_path) == 0
+    path = tmp_path / "responses.json"
+    settings = json.loads(path.read_text())
+    path.write_text(
+        json.dumps({name: settings[name] for name in settings if name not in ("held_out_fraction", "tokenizer")})
+    )
+    assert run(recipe_file, tmp_path) == 0
+    for changed in ({"held_out_fraction": 0.5}, {"tokenizer": "0"}):
+        path.write_text(json.dumps(settings | changed))
+        assert run(recipe_file, tmp_path) == 2
+        assert f"was begun with {next(iter(changed))}" in capsys.readouterr().err
+    for damaged in ("", "[]", "{", "\0"):
+        path.write_text(damaged)
+        assert run(recipe_file, tmp_path) == 2
+        assert f"{path} is damaged; remove it" in capsys.readouterr().err
+
+
+def test_the_tokenizer_of_a_run_is_known_by_its_template_and_its_tokens(base):
+    prompts = [pipeline.Prompt(id="a", kind="k", text="w5 w6")]
+
+    def fingerprint(template=None, vocab_size=64):
+        tokenizer = build_tokenizer(vocab_size)
+        tokenizer.chat_template = template
+        engine = pipeline.make_engine(
+            base, tokenizer, resolve_recipe(build_parser().parse_args(["--model", "opt"])).data
+        )
+        return pipeline.fingerprint_tokenizer(engine, prompts)
+
+    assert fingerprint() == fingerprint()
+    dated = "{{ strftime_now('%s%f') }}{{ messages[0]['content'] }}"
+    assert fingerprint(dated) == fingerprint(dated)
+    assert len({fingerprint(), fingerprint("{{ messages[0]['content'] }}"), fingerprint(vocab_size=6)}) == 3
 
 
 @pytest.mark.parametrize(
@@ -145,7 +299,9 @@ def test_ctrl_c_ends_with_a_sentence(recipe_file, tmp_path, monkeypatch, capsys)
         (["--num-tokens", "0"], "data.num_tokens is 0"),
         (["--max-steps", "0"], "training.max_steps is 0"),
         (["--model", "no-such-model"], "'no-such-model' is unknown"),
-        (["--dtype", "int3"], "dtype 'int3' is unknown"),
+        (["--dtype", "int3"], "dtype 'int3' cannot be used; choose one of auto, float32, bfloat16, float16"),
+        (["--head", "big"], "head kind 'big' is unknown"),
+        (["--head", "norm,mlp,block"], "3 head kinds (norm,mlp,block) are given for 2 exit layers"),
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_code_2(recipe_file, tmp_path, capsys, flags, message):
@@ -168,19 +324,30 @@ def test_bad_prompts_are_named(recipe_file, tmp_path, capsys):
         assert message in capsys.readouterr().err
 
 
-def test_unwritable_output_and_full_disk_are_one_sentence(recipe_file, tmp_path, monkeypatch, capsys):
+def test_unwritable_output_is_one_sentence(recipe_file, tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert run(recipe_file, tmp_path / "file" / "run") == 2
-    error = capsys.readouterr().err
+    error = capsys.readouterr().err.splitlines()[-1]
     assert "Not a directory" in error
-    assert "Traceback" not in error
+    assert "choose another folder with --output" in error
 
-    def full(*args):
-        raise OSError(28, "No space left on device", "layer_2.bin")
 
-    monkeypatch.setattr(cache_writer, "_write_rows", full)
-    assert run(recipe_file, tmp_path / "run") == 2
-    assert "No space left on device: layer_2.bin" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("num_bytes", "begun", "missing"),
+    [(2000, "responses.jsonl", "cache"), (10_000, "cache/index.json", "checkpoints")],
+)
+def test_full_disk_is_one_sentence_and_the_same_command_goes_on(
+    recipe_file, whole, tmp_path, capsys, num_bytes, begun, missing
+):
+    with small_disk(num_bytes):
+        assert run(recipe_file, tmp_path) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert f"cannot work in {tmp_path} (File too large)" in error
+    assert "make room there, or choose another folder with --output" in error
+    assert (tmp_path / begun).stat().st_size > 0
+    assert not (tmp_path / missing).exists()
+    assert run(recipe_file, tmp_path) == 0
+    assert_ends_like(tmp_path, whole)
 
 
 def test_flags_go_over_the_recipe(recipe_file):
@@ -200,13 +367,27 @@ def test_flags_go_over_the_recipe(recipe_file):
         ]
     )
     recipe = resolve_recipe(options)
-    assert (recipe.heads.exit_layers, recipe.heads.kind) == ((1, 3), "mlp")
+    assert (recipe.heads.exit_layers, recipe.heads.kinds) == ((1, 3), ("mlp",))
     assert not recipe.heads.committed_context
     assert recipe.heads.draft_vocab_size is None
     assert (recipe.data.num_tokens, recipe.training.max_steps, recipe.training.seed) == (77, 5, 9)
     assert recipe.training.batch_tokens == 64
     assert recipe.output == "x"
     assert main([]) == 2
+
+
+def test_a_model_over_a_recipe_has_a_folder_of_its_own():
+    def folder(*flags):
+        return str(resolve_recipe(build_parser().parse_args(flags)).output_folder())
+
+    assert folder("--recipe", "smollm2", "--model", "org/model") == "runs/org--model"
+    assert folder("--recipe", "smollm2", "--model", "smollm2") == folder("--model", "smollm2") == "runs/smollm2"
+
+
+def test_every_exit_may_have_a_head_of_another_kind(recipe_file, base, tmp_path):
+    assert run(recipe_file, tmp_path, "--exit-layers", "2,4", "--head", "shared,block", "--max-steps", 2) == 0
+    model = load_adapter(tmp_path / "adapter", base=base)
+    assert [head.config.kind for head in model.heads] == ["shared", "block"]
 
 
 def test_a_folder_belongs_to_one_run_at_a_time(recipe_file, tmp_path, capsys):

@@ -8,7 +8,7 @@ import torch
 from hispec.heads import EarlyExitModel
 from hispec.infer import Engine
 from hispec.train.prompts import is_held_out, read_prompts
-from hispec.train.responses import read_responses, regenerate, response_order
+from hispec.train.responses import read_responses, regenerate, response_order, write_responses
 
 from .train_support import build_tokenizer, write_prompts
 
@@ -135,11 +135,9 @@ def test_no_answer_is_lost_or_made_twice(engine, order, tmp_path):
     """An interruption, then fewer tokens, then all of them again."""
     expected = run(engine, order, tmp_path / "whole.jsonl")
     path = tmp_path / "r.jsonl"
-    with pytest.raises(KilledError):
-        run(Interrupting(engine, 40), order, path)
-    kept = list(read_responses(path))
-    places = [[(prompt.id, sample) for prompt, sample in order].index((r.prompt_id, r.sample)) for r in kept]
-    assert places != list(range(len(places)))  # in the order of completion, with gaps
+    # In the order of completion, with gaps where longer ones were not finished.
+    kept = [expected[place] for place in (3, 1, 6, 5)]
+    write_responses(path, kept)
     for num_tokens in (20, 150):
         recording = Recording(engine)
         responses = run(recording, order, path, num_tokens)

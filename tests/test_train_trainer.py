@@ -149,7 +149,6 @@ def test_loss_that_is_not_finite_stops_and_names_the_step(base, cache, tmp_path)
         model.heads[1].norm.weight.fill_(float("nan"))
     with pytest.raises(ValueError, match=r"at step 2 the loss of exit 2 is nan"):
         trainer.step()
-    assert newest_step(tmp_path) == 0
 
 
 def test_a_head_learns_the_same_alone_and_beside_another(base, cache, tmp_path):
@@ -199,18 +198,17 @@ def test_distances_matter_only_to_heads_with_committed_context(base, cache, tmp_
     assert "by_distance" not in evaluate(make_model(base, "norm", False, (2,)), cache, HELD_OUT, max_window=8)
 
 
-def test_kinds_may_differ_by_exit_and_one_may_have_nothing_to_train(base, cache, tmp_path):
-    model = EarlyExitModel.from_configs(
-        base, [ExitHeadConfig(exit_layer=2, kind="shared"), ExitHeadConfig(exit_layer=4, kind="mlp")]
-    )
+@pytest.mark.parametrize("kinds", [("shared", "block"), ("mlp", "shared"), ("norm", "block")])
+def test_kinds_may_differ_by_exit_and_one_may_have_nothing_to_train(base, cache, tmp_path, kinds):
+    configs = [ExitHeadConfig(exit_layer=layer, kind=kind) for layer, kind in zip((2, 4), kinds, strict=True)]
+    model = EarlyExitModel.from_configs(base, configs)
     before = head_bytes(model)
-    losses = make_trainer(model, cache, tmp_path).step()
-    assert set(losses) == {"2", "4"}
-    assert losses["2"] > 0
-    assert any(not torch.equal(tensor, before[name]) for name, tensor in head_bytes(model).items())
-    resumed = make_trainer(model, cache, tmp_path)
-    resumed.run()
-    assert set(evaluate(model, cache, HELD_OUT, max_window=8)["hops"]) == {"2->4", "2->target", "4->target"}
+    make_trainer(model, cache, tmp_path).run()
+    trained = {name[0] for name, tensor in head_bytes(model).items() if not torch.equal(tensor, before[name])}
+    assert trained == {str(index) for index, kind in enumerate(kinds) if kind != "shared"}
+    curve = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert set(curve[-1]["loss"]) == {"2", "4"}
+    assert set(curve[-1]) >= {"2->4", "2->target", "4->target"}
 
 
 def test_damaged_curve_is_named(tmp_path):

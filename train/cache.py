@@ -61,6 +61,7 @@ class StateCache:
         names = wanted_columns(self.exit_layers if exit_layers is None else exit_layers)
         for name in names:
             self._check_has(name, index["num_rows"])
+        self.exit_layers = tuple(sorted(cached_layers(names)))
         # An interruption may have left one column behind, and an extension one that is not wanted now.
         num_rows = min(index["num_rows"][name] for name in names)
         self._columns = {name: _map_column(folder, name, num_rows, self.dtype, index["hidden_size"]) for name in names}
@@ -152,11 +153,10 @@ def read_index(folder: Path) -> dict[str, Any]:
     if not path.exists():
         raise ValueError(f"{folder} holds no state cache; run hispec-train to make one")
     try:
-        index: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        complete = {"format", "fingerprint", "dtype", "hidden_size", "num_rows"} <= index.keys()
-    except (ValueError, AttributeError):
-        complete = False
-    if not complete:
+        index: Any = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        index = None
+    if not isinstance(index, dict) or not {"format", "fingerprint", "dtype", "hidden_size", "num_rows"} <= index.keys():
         raise ValueError(f"{path} is damaged; remove the folder {folder}, then run again: the cache is made anew")
     if index["format"] != FORMAT:
         raise ValueError(f"the cache {folder} has format {index['format']}, this version reads {FORMAT}; remove it")

@@ -108,7 +108,7 @@ class Trainer:
         batch = self.cache.read(self.batches[self.num_steps], self.model.exit_layers, self.model.backbone)
         losses = self._backward(batch)
         # Head by head, so that no head's training depends on which others are trained beside it.
-        norms = [nn.utils.clip_grad_norm_(head.parameters(), MAX_GRAD_NORM).item() for head in self.model.heads]
+        norms = [nn.utils.clip_grad_norm_([*head.parameters()], MAX_GRAD_NORM).item() for head in self.model.heads]
         for (name, loss), norm in zip(losses.items(), norms, strict=True):
             if not (math.isfinite(loss) and math.isfinite(norm)):
                 raise ValueError(
