@@ -66,7 +66,8 @@ class EarlyExitModel(nn.Module):
         ]
         model = cls(base, configs)
         if draft_vocab_ids is not None:
-            for exit_head in model.heads:
+            for exit_head in model.exit_heads:
+                assert exit_head.draft_vocab_ids is not None
                 exit_head.draft_vocab_ids.copy_(draft_vocab_ids.sort().values)
             model.refresh_draft_vocab()
         return model
@@ -77,15 +78,20 @@ class EarlyExitModel(nn.Module):
         return cls(base, configs)
 
     @property
+    def exit_heads(self) -> list[ExitHead]:
+        """The heads, for type checkers: a ModuleList gives bare modules."""
+        return [head for head in self.heads if isinstance(head, ExitHead)]
+
+    @property
     def exit_layers(self) -> tuple[int, ...]:
         """Number of decoder layers before each head, rising."""
-        return tuple(head.config.exit_layer for head in self.heads)
+        return tuple(head.config.exit_layer for head in self.exit_heads)
 
     def refresh_draft_vocab(self) -> None:
         """Gather the LM head's rows anew after the heads' `draft_vocab_ids` or the base's tensors have moved."""
         self._rows = [
             None if head.draft_vocab_ids is None else self.backbone.lm_head_rows(head.draft_vocab_ids)
-            for head in self.heads
+            for head in self.exit_heads
         ]
 
     def exit_logits(

@@ -23,7 +23,7 @@ class ExitHead(nn.Module):
 
     def __init__(self, config: ExitHeadConfig, backbone: Backbone, kv_layer: int) -> None:
         super().__init__()
-        size, options = backbone.hidden_size, {"dtype": backbone.dtype, "device": backbone.device}
+        size, dtype, device = backbone.hidden_size, backbone.dtype, backbone.device
         self.config = config
         self.kv_layer = kv_layer
         """Where the block's keys and values live, counted on after the base's layers."""
@@ -33,11 +33,11 @@ class ExitHead(nn.Module):
         self.block: nn.Module | None = None
         self.norm: nn.Module | None = None
         if config.committed_context:
-            self.fuse = nn.Linear(2 * size, size, bias=False, **options)
+            self.fuse = nn.Linear(2 * size, size, bias=False, dtype=dtype, device=device)
             nn.init.zeros_(self.fuse.weight)
             nn.init.eye_(self.fuse.weight.data[:, :size])
         if config.kind == "mlp":
-            self.mlp = nn.Linear(size, size, **options)
+            self.mlp = nn.Linear(size, size, dtype=dtype, device=device)
             nn.init.zeros_(self.mlp.weight)
             nn.init.zeros_(self.mlp.bias)
         if config.kind == "block":

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .product import product
 
-TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+TOGETHER: tuple[tuple[str, ...], ...] = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names of layers that are called with one and the same tensor, one after the other."""
 
 
@@ -23,6 +23,7 @@ class FusedLinear:
     def __init__(self, linears: Sequence[nn.Linear]) -> None:
         self._linears = linears
         self._sizes = [linear.out_features for linear in linears]
+        self._biases: list[Tensor | None] = [linear.bias for linear in linears]
         self._weight = self._gather()  # [D_out, D_in]
         self._input: Tensor | None = None
         self._outputs: list[Tensor | None] = []
@@ -33,7 +34,7 @@ class FusedLinear:
 
     def take(self, index: int, hidden: Tensor) -> Tensor:  # [..., T, D_in] -> [..., T, out_features of the layer]
         """The output of layer `index`."""
-        if hidden is not self._input:
+        if self._input is not hidden:
             if self._linears[0].weight.data_ptr() != self._weight.data_ptr():
                 self._weight = self._gather()  # the base was moved to another device or dtype
             self._input = hidden
@@ -42,7 +43,7 @@ class FusedLinear:
         assert output is not None
         if not any(left is not None for left in self._outputs):
             self._input = None
-        bias = self._linears[index].bias
+        bias = self._biases[index]
         return output if bias is None else output + bias
 
     def _gather(self) -> Tensor:

@@ -123,8 +123,10 @@ def read_prompts(engine: Engine, options: argparse.Namespace, params: SamplingPa
     """All prompts of the command line, as token ids; bad lines are told on standard error."""
 
     def encode(prompt: Prompt) -> list[int]:
-        as_turn = isinstance(prompt, str) and not options.raw
-        token_ids = engine.encode_turn(prompt) if as_turn else engine.encode(prompt)
+        if isinstance(prompt, str) and not options.raw:
+            token_ids = engine.encode_turn(prompt)
+        else:
+            token_ids = engine.encode(prompt)
         engine.check_room(token_ids, params)
         return token_ids
 

@@ -81,6 +81,7 @@ def _run(options: argparse.Namespace) -> int:
         for prompt in PROMPTS:
             print(f"\n> {prompt}\n")
             runs.append({name: way(encode(prompt)) for name, way in ways.items()})
+            assert engine.tokenizer is not None
             print(decode(engine.tokenizer, runs[-1][GENERATE].token_ids), "\n")
             print("\n".join(describe(name, run, runs[-1][GENERATE]) for name, run in runs[-1].items()))
         all_equal &= print_table("all prompts", runs)
@@ -154,10 +155,12 @@ def print_table(title: str, runs: Sequence[dict[str, Run]]) -> bool:
         num_equal = sum(run[name].token_ids == run[GENERATE].token_ids for run in runs)
         all_equal &= num_equal == len(runs)
         line = f"  {name:<16} {rate:8.1f}   {ratio:10.2f}   {num_equal:>5} of {len(runs):<3}"
-        targets = [run[name].completion.stats.levels["target"] for run in runs if run[name].completion is not None]
-        if sum(target.num_drafted for target in targets):
-            kept = sum(target.num_accepted for target in targets) / sum(target.num_drafted for target in targets)
-            length = sum(target.num_accepted for target in targets) / sum(target.num_rounds for target in targets) + 1
+        completions = [run[name].completion for run in runs]
+        targets = [completion.stats.levels["target"] for completion in completions if completion is not None]
+        num_drafted = sum(target.num_drafted for target in targets)
+        if num_drafted:
+            num_accepted = sum(target.num_accepted for target in targets)
+            kept, length = num_accepted / num_drafted, num_accepted / sum(target.num_rounds for target in targets) + 1
             line += f"   {kept:18.0%}   {length:14.2f}"
         print(line)
     return all_equal

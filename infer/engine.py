@@ -151,7 +151,7 @@ class Engine:
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt; ValueError for an empty prompt or what this tokenizer cannot read."""
         if not isinstance(prompt, str) and all(isinstance(item, Integral) for item in prompt):
-            token_ids = [int(item) for item in prompt]  # type: ignore[call-overload]
+            token_ids = [int(item) for item in prompt]  # type: ignore[arg-type]
         elif self.tokenizer is None:
             raise ValueError("this engine has no tokenizer; give prompts as lists of token ids")
         else:
@@ -257,7 +257,9 @@ class Engine:
         """
         if isinstance(prompts, str):
             raise ValueError("prompts is a string; give a list of prompts")
-        each = [params or SamplingParams()] * len(prompts) if not isinstance(params, (list, tuple)) else list(params)
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or SamplingParams()] * len(prompts)
+        each = list(params)
         if len(each) != len(prompts):
             raise ValueError(f"there are {len(prompts)} prompts but {len(each)} sampling params; give one for each")
         token_ids = [self.encode(prompt) for prompt in prompts]

@@ -185,7 +185,9 @@ class Hierarchy:
         return num_accepted, next_ids
 
     def _reject(self, drafts: list[list[Proposal]], rows: list[Rows]) -> tuple[Tensor, Tensor]:
-        target_probs = torch.nn.utils.rnn.pad_sequence([row.probs for row in rows], batch_first=True)
+        target_probs = torch.nn.utils.rnn.pad_sequence(
+            [row.probs for row in rows if row.probs is not None], batch_first=True
+        )
         num_seqs, num_rows = target_probs.shape[:2]
         uniforms = torch.rand(num_seqs, num_rows, generator=self._generator).to(target_probs.device)
         if num_rows == 1:
@@ -193,6 +195,7 @@ class Hierarchy:
         draft_probs = torch.zeros_like(target_probs[:, :-1])
         for b, draft in enumerate(drafts):
             for place, proposal in enumerate(draft):
+                assert proposal.probs is not None
                 draft_probs[b, place] = proposal.probs
         ids, num_drafted = _pad_ids(drafts, num_rows - 1, target_probs.device)
         return verify_by_rejection(ids, draft_probs, target_probs, num_drafted, uniforms)
@@ -207,7 +210,7 @@ class Hierarchy:
 
 
 def _compare(drafts: list[list[Proposal]], rows: list[Rows]) -> tuple[Tensor, Tensor]:
-    target_ids = torch.nn.utils.rnn.pad_sequence([row.ids for row in rows], batch_first=True)
+    target_ids = torch.nn.utils.rnn.pad_sequence([row.ids for row in rows if row.ids is not None], batch_first=True)
     ids, num_drafted = _pad_ids(drafts, target_ids.shape[1] - 1, target_ids.device)
     return verify_by_equality(ids, target_ids, num_drafted)
 

@@ -42,9 +42,8 @@ class ModelRunner:
         self._window = window
         backbone = model.backbone
         shape = (num_rows * window, backbone.hidden_size)
-        options = {"dtype": backbone.dtype, "device": backbone.device}
-        self._hidden = [torch.zeros(shape, **options) for _ in levels[:-1]]
-        self._final_states = torch.zeros(shape, **options)
+        self._final_states = torch.zeros(shape, dtype=backbone.dtype, device=backbone.device)
+        self._hidden = [torch.zeros_like(self._final_states) for _ in levels[:-1]]
 
     def vocab_ids(self, index: int) -> Tensor | None:  # [V_d] int64
         """The token ids that level `index` scores; None is the whole vocabulary."""
@@ -65,13 +64,12 @@ class ModelRunner:
             hidden = backbone.run_layers(hidden, level.start, level.stop, positions, attend)
             exits.append(hidden)
         states = backbone.final_norm(hidden)
-        if len(self.levels) > 1:
+        blocks = [index for index in range(len(self.levels) - 1) if self._head(self.levels[index]).block is not None]
+        if blocks:
             # A prompt position has the final state of the position before it as its context.
             context = torch.cat([torch.zeros_like(states[:, :1]), states[:, :-1]], dim=1) * (positions > 0)[:, None]
-        for index, level in enumerate(self.levels[:-1]):
-            head = self._head(level)
-            if head.block is not None:
-                head(exits[index], context, positions, attend)
+            for index in blocks:
+                self._head(self.levels[index])(exits[index], context, positions, attend)
         last_rows = np.cumsum([stop for _, stop in bounds]) - 1
         for sequence, last_row in zip(sequences, last_rows, strict=True):
             length = len(sequence.token_ids)
@@ -142,7 +140,8 @@ class ModelRunner:
             sequence.stats.levels[self.levels[index].name].num_layer_passes += stop - start
         if bounds == wanted:
             return state
-        rows, offset = [], 0
+        rows: list[int] = []
+        offset = 0
         for (start, stop), (first, _) in zip(bounds, wanted, strict=True):
             rows.extend(range(offset + first - start, offset + stop - start))
             offset += stop - start

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from ..heads import EarlyExitModel
 from .cache import Batch, StateCache
-from .exit_states import batch_context, exit_heads, exit_state, head_logits
+from .exit_states import batch_context, exit_state, head_logits
 from .windows import fixed_distance, random_windows
 
 TARGET = "target"
@@ -42,7 +42,7 @@ def evaluate(
     overall = _Means()
     by_kind: dict[str, _Means] = defaultdict(_Means)
     by_distance: dict[str, _Means] = defaultdict(_Means)
-    needs_distance = any(head.config.committed_context for head in exit_heads(model))
+    needs_distance = any(head.config.committed_context for head in model.exit_heads)
     total = sum(cache.sequences[index].length for index in indices)
     with tqdm(total=total, unit="tok", desc="evaluate", disable=not show_progress) as progress:
         for batch in _batches(model, cache, indices, batch_tokens):
@@ -102,7 +102,7 @@ def _spread(
     """Probabilities of one head over the union of the vocabularies, and its most likely token."""
     probs = head_logits(model, index, state).float().softmax(-1)
     top = probs.argmax(-1)
-    ids = exit_heads(model)[index].draft_vocab_ids
+    ids = model.exit_heads[index].draft_vocab_ids
     if ids is None:
         return probs, top
     columns = ids if union is None else torch.searchsorted(union, ids)
@@ -113,7 +113,7 @@ def _spread(
 
 
 def _union_ids(model: EarlyExitModel) -> Tensor | None:
-    vocabularies = [head.draft_vocab_ids for head in exit_heads(model)]
+    vocabularies = [head.draft_vocab_ids for head in model.exit_heads]
     known = [ids for ids in vocabularies if ids is not None]
     return torch.cat(known).unique() if len(known) == len(vocabularies) else None
 

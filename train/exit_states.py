@@ -8,14 +8,9 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
-from ..heads import DenseAttention, EarlyExitModel, ExitHead
+from ..heads import DenseAttention, EarlyExitModel
 from .cache import Batch
 from .windows import gather_context
-
-
-def exit_heads(model: EarlyExitModel) -> list[ExitHead]:
-    """The heads, for type checkers: a ModuleList gives bare modules."""
-    return [head for head in model.heads if isinstance(head, ExitHead)]
 
 
 def exit_state(
@@ -25,7 +20,7 @@ def exit_state(
     context: Tensor,  # [1, T, D], from `gather_context`
 ) -> Tensor:  # [R, D], in the head's own dtype
     """The state of head `index` on the loss rows, differentiable in the head's parameters."""
-    head = exit_heads(model)[index]
+    head = model.exit_heads[index]
     hidden = batch.hidden[head.config.exit_layer]
     with _autocast(model):
         state: Tensor = head(hidden, context, batch.positions, DenseAttention(batch.lengths))

@@ -18,7 +18,6 @@ from ..recipes import DataRecipe, Recipe, default_exit_layers
 from .cache import StateCache
 from .cache_writer import extend_cache
 from .evaluate import evaluate
-from .exit_states import exit_heads
 from .prompts import Prompt, fingerprint_prompts, is_held_out, read_prompts
 from .responses import Response, read_beginning, regenerate, response_order
 from .split import split_sequences
@@ -172,7 +171,7 @@ def make_model(base: PreTrainedModel, recipe: Recipe, responses: Sequence[Respon
     size = recipe.heads.draft_vocab_size
     if size is not None:
         ids = frequent_tokens(responses, size, model.backbone.vocab_size).to(model.backbone.device)
-        for head in exit_heads(model):
+        for head in model.exit_heads:
             assert head.draft_vocab_ids is not None
             head.draft_vocab_ids.copy_(ids)
         model.refresh_draft_vocab()

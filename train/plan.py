@@ -16,7 +16,6 @@ from ..infer import Engine, SamplingParams
 from ..recipes import Recipe
 from .cache import StateCache, bytes_per_token, cached_layers, wanted_columns
 from .cache_writer import check_sequences, extend_cache, num_fitting, open_index
-from .exit_states import exit_heads
 from .pipeline import (
     check_settings,
     check_split,
@@ -199,7 +198,7 @@ def _describe_base(recipe: Recipe, base: PreTrainedModel, model: EarlyExitModel)
 
 def _describe_heads(model: EarlyExitModel) -> list[str]:
     lines = []
-    for head in exit_heads(model):
+    for head in model.exit_heads:
         config = head.config
         size = sum(parameter.numel() for parameter in head.parameters())
         context = " with committed context" if config.committed_context else ""
