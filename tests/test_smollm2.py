@@ -45,7 +45,8 @@ def test_every_method_says_what_generate_says(engine, expected, method, batch):
     assert [completion.token_ids for completion in completions] == expected
     if method != "autoregressive":
         # A head that was never trained, or not loaded, agrees on 5 to 7 % of tokens.
-        assert by_method.stats.levels["target"].acceptance_rate > 0.15
+        target = by_method.stats.levels["target"]
+        assert target.accepted_per_position[0] > 0.15 * target.drafted_per_position[0]
 
 
 def test_a_seed_gives_one_text_by_every_method(engine):
