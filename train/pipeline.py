@@ -19,7 +19,7 @@ from .cache import StateCache
 from .cache_writer import extend_cache
 from .evaluate import evaluate
 from .prompts import Prompt, fingerprint_prompts, is_held_out, read_prompts
-from .responses import Response, read_beginning, regenerate, response_order
+from .responses import Response, regenerate, response_order
 from .split import split_sequences
 from .trainer import Trainer
 from .vocabulary import frequent_tokens
@@ -92,12 +92,6 @@ def regenerate_responses(
         max_num_seqs=data.batch_size,
         seed=seed,
     )
-
-
-def finished_responses(folder: Path, data: DataRecipe, *, seed: int) -> list[Response]:
-    """What `regenerate_responses` has made so far, in its final order: to cache and train on a part."""
-    prompts = read_prompts(data.prompts_path())
-    return read_beginning(folder / "responses.jsonl", order_responses(prompts, data, seed=seed))
 
 
 def order_responses(prompts: Sequence[Prompt], data: DataRecipe, *, seed: int) -> list[tuple[Prompt, int]]:
