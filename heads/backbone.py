@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from .fused_linear import fuse_linears
-from .product import product
+from .fused_linear import fuse_linears, pack_linears
+from .product import Product
 
 ATTENTION_NAME = "hispec"
 
@@ -31,13 +31,6 @@ class Attend(Protocol):
         window: int | None,  # sliding window in tokens, the token itself included
         softcap: float | None,
     ) -> Tensor: ...  # [T, H, Dh]
-
-
-class LmHeadRows(NamedTuple):
-    """The rows of the LM head that score a draft vocabulary."""
-
-    weight: Tensor  # [V_d, D]
-    bias: Tensor | None  # [V_d]
 
 
 class Parts(NamedTuple):
@@ -103,6 +96,7 @@ class Backbone:
             fuse_linears(layer)
         self.parts = parts
         self.lm_head = base.get_output_embeddings()
+        self._lm_head_product = Product(self.lm_head.weight, self.lm_head.bias)
         self.num_layers = len(self.layers)
         self.hidden_size: int = config.hidden_size
         self.vocab_size: int = self.lm_head.weight.shape[0]
@@ -119,6 +113,12 @@ class Backbone:
     def device(self) -> torch.device:
         """Where the base lies."""
         return self.lm_head.weight.device
+
+    def pack_weights(self) -> None:
+        """On a CPU, keep a packed copy of the layers' and the LM head's weights: see `Product`."""
+        for layer in self.layers:
+            pack_linears(layer)
+        self._lm_head_product.pack()
 
     def embed(
         self,
@@ -166,17 +166,17 @@ class Backbone:
     def logits(
         self,
         state: Tensor,  # [..., D], after a norm
-        rows: LmHeadRows | None = None,
+        rows: Product | None = None,  # from `lm_head_rows`
     ) -> Tensor:  # [..., V], or [..., V_d] by `rows`
         """The base's LM head, or some of its rows."""
         if self.parts.project_out is not None:
             state = self.parts.project_out(state)
-        return product(state, *(rows or LmHeadRows(self.lm_head.weight, self.lm_head.bias)))
+        return (rows or self._lm_head_product)(state)
 
-    def lm_head_rows(self, token_ids: Tensor) -> LmHeadRows:  # token_ids: [V_d] int64
+    def lm_head_rows(self, token_ids: Tensor) -> Product:  # token_ids: [V_d] int64
         """The LM head's rows for `token_ids`, gathered (the base's own are not contiguous for them)."""
         bias = self.lm_head.bias
-        return LmHeadRows(
+        return Product(
             self.lm_head.weight.detach()[token_ids].contiguous(),
             None if bias is None else bias.detach()[token_ids],
         )

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .backbone import Backbone, LmHeadRows
+from .backbone import Backbone
 from .config import ExitHeadConfig, HeadKind, check_exit_layers, head_kinds
 from .exit_head import ExitHead
+from .product import Product, tensor_state
 
 
 class EarlyExitModel(nn.Module):
@@ -31,8 +32,11 @@ class EarlyExitModel(nn.Module):
         self.heads = nn.ModuleList(
             ExitHead(config, self.backbone, self.backbone.num_layers + index) for index, config in enumerate(configs)
         )
-        self._rows: list[LmHeadRows | None] = [None] * len(self.heads)
+        self._rows: list[Product | None] = [None] * len(self.heads)
+        self.is_packed = False
+        """Whether `pack_weights` was called."""
         self.refresh_draft_vocab()
+        self._state = self._tensor_state()
 
     @classmethod
     def from_base(
@@ -93,6 +97,29 @@ class EarlyExitModel(nn.Module):
             None if head.draft_vocab_ids is None else self.backbone.lm_head_rows(head.draft_vocab_ids)
             for head in self.exit_heads
         ]
+        if self.is_packed:
+            self.pack_weights()
+
+    def follow_tensors(self) -> None:
+        """Make the copies of weights anew, gathered or packed, where somebody has written to the base or the heads."""
+        state = self._tensor_state()
+        if state != self._state:
+            self.refresh_draft_vocab()
+            self._state = state
+
+    def pack_weights(self) -> None:
+        """On a CPU, keep packed copies of all weights, which makes passes over few rows twice as fast: see `Product`.
+
+        The base itself is untouched; see `follow_tensors`. On other devices, and in types that the machine has no
+        packed product for, nothing happens.
+        """
+        self.is_packed = True
+        self.backbone.pack_weights()
+        for head in self.exit_heads:
+            head.pack_weights()
+        for rows in self._rows:
+            if rows is not None:
+                rows.pack()
 
     def exit_logits(
         self,
@@ -101,6 +128,9 @@ class EarlyExitModel(nn.Module):
     ) -> Tensor:  # [..., V], or [..., V_d] in the order of the head's `draft_vocab_ids`
         """The logits of head `index`."""
         return self.backbone.logits(state, self._rows[index])
+
+    def _tensor_state(self) -> list[tuple[int, int]]:
+        return [tensor_state(parameter) for parameter in self.parameters()]
 
     def _apply(self, fn, recurse: bool = True):  # type: ignore[no-untyped-def]
         result = super()._apply(fn, recurse)

@@ -9,7 +9,8 @@ from torch.nn import functional as F
 
 from .backbone import Attend, Backbone
 from .config import ExitHeadConfig
-from .product import product
+from .fused_linear import pack_linears
+from .product import Product
 
 
 class ExitHead(nn.Module):
@@ -45,6 +46,8 @@ class ExitHead(nn.Module):
             self._fused_block = (backbone.fused(self.block),)  # in a tuple: not a part with tensors of its own
         if config.kind != "shared":
             self.norm = backbone.copy_final_norm()
+        self._by_fuse = None if self.fuse is None else Product(self.fuse.weight)
+        self._by_mlp = None if self.mlp is None else Product(self.mlp.weight, self.mlp.bias)
         ids = None if config.draft_vocab_size is None else torch.arange(config.draft_vocab_size, device=backbone.device)
         self.register_buffer("draft_vocab_ids", ids)
 
@@ -56,17 +59,25 @@ class ExitHead(nn.Module):
         attend: Attend,
     ) -> Tensor:  # [1, T, D]
         """The state that the LM head reads; `context` is read only by a head with committed context."""
-        if self.fuse is not None:
+        if self._by_fuse is not None:
             assert context is not None
             # Without weights: final states differ in scale from the hidden states of shallow layers.
             both = torch.cat([hidden, F.rms_norm(context, context.shape[-1:])], dim=-1)
-            hidden = product(both, self.fuse.weight)
-        if self.mlp is not None:
-            hidden = hidden + F.silu(product(hidden, self.mlp.weight, self.mlp.bias))
+            hidden = self._by_fuse(both)
+        if self._by_mlp is not None:
+            hidden = hidden + F.silu(self._by_mlp(hidden))
         if self.block is not None:
             block = self.block if torch.is_grad_enabled() else self._fused_block[0]
             hidden = self._backbone.run_block(block, self.kv_layer, hidden, positions, attend)
         return self._backbone.final_norm(hidden) if self.norm is None else self.norm(hidden)
+
+    def pack_weights(self) -> None:
+        """On a CPU, keep a packed copy of the weights: see `Product`."""
+        for product in (self._by_fuse, self._by_mlp):
+            if product is not None:
+                product.pack()
+        if self.block is not None:
+            pack_linears(self._fused_block[0])
 
 
 def context_positions(

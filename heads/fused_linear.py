@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from .product import product
+from .product import Product
 
 TOGETHER: tuple[tuple[str, ...], ...] = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names of layers that are called with one and the same tensor, one after the other."""
@@ -24,7 +24,7 @@ class FusedLinear:
         self._linears = linears
         self._sizes = [linear.out_features for linear in linears]
         self._biases: list[Tensor | None] = [linear.bias for linear in linears]
-        self._weight = self._gather()  # [D_out, D_in]
+        self._product = Product(self._gather())
         self._input: Tensor | None = None
         self._outputs: list[Tensor | None] = []
 
@@ -35,10 +35,10 @@ class FusedLinear:
     def take(self, index: int, hidden: Tensor) -> Tensor:  # [..., T, D_in] -> [..., T, out_features of the layer]
         """The output of layer `index`."""
         if self._input is not hidden:
-            if self._linears[0].weight.data_ptr() != self._weight.data_ptr():
-                self._weight = self._gather()  # the base was moved to another device or dtype
+            if self._linears[0].weight.data_ptr() != self._product.weight.data_ptr():
+                self._product.weight = self._gather()  # the base was moved to another device or dtype
             self._input = hidden
-            self._outputs = list(product(hidden, self._weight).split(self._sizes, dim=-1))
+            self._outputs = list(self._product(hidden).split(self._sizes, dim=-1))
         output, self._outputs[index] = self._outputs[index], None
         assert output is not None
         if not any(left is not None for left in self._outputs):
@@ -46,7 +46,11 @@ class FusedLinear:
         bias = self._biases[index]
         return output if bias is None else output + bias
 
-    def _gather(self) -> Tensor:
+    def pack(self) -> None:
+        """Keep a packed copy of the weight, see `Product.pack`."""
+        self._product.pack()
+
+    def _gather(self) -> Tensor:  # [D_out, D_in]
         weights = [linear.weight.detach() for linear in self._linears]
         whole = _joined(weights)
         if whole is None:
@@ -66,6 +70,11 @@ class FusedPart:
     def __call__(self, hidden: Tensor) -> Tensor:
         return self._fused.take(self._index, hidden)
 
+    def pack(self) -> None:
+        """Keep a packed copy of the common weight."""
+        if self._index == 0:
+            self._fused.pack()
+
 
 def fuse_linears(module: nn.Module) -> None:
     """In `module` and below, replace plain linear layers: those that read the same input by one, the others alone.
@@ -83,6 +92,14 @@ def fuse_linears(module: nn.Module) -> None:
             # A plain attribute: a module would have to be one of the tree, with parameters of its own.
             del module._modules[name]
             module.__dict__[name] = part
+
+
+def pack_linears(module: nn.Module) -> None:
+    """Keep a packed copy of every weight below a module that `fuse_linears` went through."""
+    for part in module.modules():
+        for attribute in vars(part).values():
+            if isinstance(attribute, FusedPart):
+                attribute.pack()
 
 
 def _joined(weights: Sequence[Tensor]) -> Tensor | None:

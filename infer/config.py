@@ -61,6 +61,9 @@ class EngineConfig:
     """Most sequences that run at once."""
     max_prefill_tokens: int = 4096
     """Most prompt tokens read in one step; a longer prompt is read alone."""
+    pack_weights: bool | None = None
+    """On a CPU, keep the weights a second time in the layout of its matrix kernels: decoding is then up to half as
+    long. None does so where the copy takes at most half of the memory that is free."""
 
     def __post_init__(self) -> None:
         if self.method not in get_args(Method):

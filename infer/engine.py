@@ -71,6 +71,8 @@ class Engine:
         self.config = EngineConfig(**options)
         backbone = model.backbone
         levels = _levels(model, self.config.method)
+        if _should_pack(self.config, model):
+            model.pack_weights()
         lengths = [0] + [self.config.num_draft_tokens] * (len(levels) - 1)
         max_proposed = lengths[-1]
         if self.config.method == "hispec":
@@ -184,6 +186,7 @@ class Engine:
         params = params or SamplingParams()
         prompt_ids = self.encode(prompt)
         self.check_room(prompt_ids, params)
+        self.model.follow_tensors()
         sequence = Sequence(
             request_id=next(self._request_ids),
             prompt_ids=prompt_ids,
@@ -345,6 +348,13 @@ def _tokenize(tokenizer: PreTrainedTokenizerBase, prompt: Any) -> list[int]:
     except TypeError:
         # What the tokenizer says of a lone surrogate, for example.
         raise ValueError("the prompt is not text that can be encoded") from None
+
+
+def _should_pack(config: EngineConfig, model: EarlyExitModel) -> bool:
+    if config.pack_weights is not None or model.is_packed:
+        return config.pack_weights is not False
+    num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    return num_bytes <= psutil.virtual_memory().available / 2
 
 
 def _levels(model: EarlyExitModel, method: str) -> tuple[Level, ...]:

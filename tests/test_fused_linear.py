@@ -43,14 +43,14 @@ def test_nothing_is_kept_once_all_parts_were_taken():
 def test_two_of_them_share_the_weights_and_follow_the_base():
     linears = make_linears()
     first, second = FusedLinear(linears), FusedLinear(linears)
-    assert first._weight.data_ptr() == second._weight.data_ptr() == linears[0].weight.data_ptr()
+    assert first._product.weight.data_ptr() == second._product.weight.data_ptr() == linears[0].weight.data_ptr()
     linears[1].weight.zero_()
     for linear in linears:
         linear.to(torch.bfloat16)
     hidden = torch.randn(1, 5, 8, dtype=torch.bfloat16)
     assert all(fused.take(0, hidden).dtype == torch.bfloat16 for fused in (first, second))
     assert not first.take(1, hidden).any()
-    assert first._weight.data_ptr() == second._weight.data_ptr()
+    assert first._product.weight.data_ptr() == second._product.weight.data_ptr()
 
 
 @pytest.mark.parametrize("bias", [True, False])
