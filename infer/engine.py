@@ -22,10 +22,12 @@ from .config import EngineConfig, SamplingParams
 from .detokenizer import Detokenizer, decode
 from .hierarchy import Hierarchy
 from .kv_cache import KVCache, bytes_per_token
+from .logits_processor import LogitsProcessor
 from .model_runner import Level, ModelRunner
 from .scheduler import Scheduler
-from .sequence import FinishReason, Sequence
+from .sequence import FinishReason, Logprob, Sequence
 from .stats import Stats
+from .stop_strings import StopStrings
 
 Prompt = str | Items[int] | Items[dict[str, Any]]
 """Raw text, token ids, or chat messages (`{"role", "content"}`) for the model's template."""
@@ -40,14 +42,21 @@ class Completion:
 
     request_id: int
     """As `add_request` returned it."""
+    index: int
+    """Which of the request's `n` texts, from 0."""
     prompt_token_ids: list[int]
     """The prompt as the model read it."""
     token_ids: list[int]
     """The generated tokens, the token that ended the text included."""
     text: str | None
-    """The generated tokens as text, without special tokens; None for an engine without a tokenizer."""
+    """The generated tokens as text, without special tokens, cut where a stop string ended it; None for an engine
+    without a tokenizer."""
     finish_reason: FinishReason
     """`stop`: the text ended; `length`: the limit or the context was reached."""
+    stop_reason: int | str | None
+    """The end token or the stop string that ended the text."""
+    logprobs: list[Logprob] | None
+    """One for each token, where they were asked for."""
     stats: Stats
     """What this generation took."""
 
@@ -106,7 +115,7 @@ class Engine:
             max_proposed,
         )
         self._request_ids = itertools.count()
-        self._unfinished: dict[int, Sequence] = {}
+        self._unfinished: dict[int, list[Sequence]] = {}
         self._streamed: set[int] = set()
         # Finished while `generate` or `stream` ran for somebody else; the next `step` returns them.
         self._undelivered: list[Completion] = []
@@ -174,6 +183,20 @@ class Engine:
         has_template = self.tokenizer is not None and self.tokenizer.chat_template is not None
         return self.encode([{"role": "user", "content": text}] if has_template and text else text)
 
+    def check_params(self, params: SamplingParams) -> None:
+        """Raise ValueError for what this model or its tokenizer cannot serve."""
+        vocab_size = self.model.backbone.vocab_size
+        for name in ("stop_token_ids", "banned_token_ids", "logit_bias"):
+            for token_id in getattr(params, name):
+                if token_id >= vocab_size:
+                    raise ValueError(f"{name} holds {token_id}, but the model's token ids end at {vocab_size - 1}")
+        if len(set(params.banned_token_ids)) == vocab_size:
+            raise ValueError("banned_token_ids ban every token of the model; leave at least one")
+        if params.logprobs is not None and params.logprobs > vocab_size:
+            raise ValueError(f"logprobs is {params.logprobs}, but the model has only {vocab_size} tokens")
+        if params.stop and self.tokenizer is None:
+            raise ValueError("this engine has no tokenizer to find stop strings with; use stop_token_ids")
+
     def check_room(self, prompt_ids: Items[int], params: SamplingParams) -> None:
         """Raise ValueError where the KV cache could never hold this request."""
         self._scheduler.check(self._max_length(prompt_ids, params))
@@ -182,16 +205,31 @@ class Engine:
         return min(len(prompt_ids) + params.max_new_tokens, self.model.backbone.max_context)
 
     def add_request(self, prompt: Prompt, params: SamplingParams | None = None) -> int:
-        """Queue a prompt; returns the id that its completion will carry. ValueError if it cannot be served."""
+        """Queue a prompt; returns the id that its completions, `n` of them, will carry.
+
+        Raises ValueError if it cannot be served.
+        """
         params = params or SamplingParams()
         prompt_ids = self.encode(prompt)
+        self.check_params(params)
         self.check_room(prompt_ids, params)
         self.model.follow_tensors()
+        request_id = next(self._request_ids)
+        self._unfinished[request_id] = [
+            self._new_sequence(request_id, index, prompt_ids, params) for index in range(params.n)
+        ]
+        for sequence in self._unfinished[request_id]:
+            self._scheduler.add(sequence)
+        return request_id
+
+    def _new_sequence(self, request_id: int, index: int, prompt_ids: list[int], params: SamplingParams) -> Sequence:
+        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_ids())
         sequence = Sequence(
-            request_id=next(self._request_ids),
+            request_id=request_id,
+            index=index,
             prompt_ids=prompt_ids,
             params=params,
-            stop_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_ids()),
+            stop_ids=stop_ids,
             max_length=self._max_length(prompt_ids, params),
             stats=Stats.of_levels(self._level_names),
             proposed=[[] for _ in self._level_names[:-1]],
@@ -199,15 +237,27 @@ class Engine:
             num_head_computed=[0] * (len(self._level_names) - 1),
         )
         sequence.stats.num_prompt_tokens = len(prompt_ids)
-        self._scheduler.add(sequence)
-        self._unfinished[sequence.request_id] = sequence
-        return sequence.request_id
+        if params.changes_logits:
+            backbone = self.model.backbone
+            sequence.logits_processor = LogitsProcessor(
+                params, prompt_ids, stop_ids, backbone.vocab_size, backbone.device
+            )
+        if params.stop:
+            assert self.tokenizer is not None
+            sequence.stop_strings = StopStrings(
+                self.tokenizer,
+                params.stop,
+                include_stop=params.include_stop,
+                min_new_tokens=params.min_new_tokens,
+            )
+        return sequence
 
     def abort(self, request_id: int) -> None:
         """Drop a request that has not finished; ValueError if there is none of this id."""
         if request_id not in self._unfinished:
             raise ValueError(f"there is no unfinished request {request_id}")
-        self._scheduler.finish(self._unfinished.pop(request_id))
+        for sequence in self._unfinished.pop(request_id):
+            self._scheduler.finish(sequence)
         self._streamed.discard(request_id)
 
     def step(self) -> list[Completion]:
@@ -238,7 +288,10 @@ class Engine:
                 self._scheduler.trim(sequence)
                 continue
             self._scheduler.finish(sequence)
-            del self._unfinished[sequence.request_id]
+            unfinished = self._unfinished[sequence.request_id]
+            unfinished.remove(sequence)
+            if not unfinished:
+                del self._unfinished[sequence.request_id]
             completion = self._complete(sequence)
             if sequence.request_id in self._streamed:
                 self._streamed.remove(sequence.request_id)
@@ -253,7 +306,7 @@ class Engine:
         *,
         progress: bool = False,
     ) -> list[Completion]:
-        """Complete all prompts; the results stand in the order of the prompts.
+        """Complete all prompts; the results stand in the order of the prompts, the `n` texts of each side by side.
 
         `params`: one for all, or one for each. Raises ValueError for the first prompt that cannot be served, before
         any is.
@@ -267,16 +320,17 @@ class Engine:
             raise ValueError(f"there are {len(prompts)} prompts but {len(each)} sampling params; give one for each")
         token_ids = [self.encode(prompt) for prompt in prompts]
         for ids, p in zip(token_ids, each, strict=True):
+            self.check_params(p)
             self.check_room(ids, p)
         request_ids = [self.add_request(ids, p) for ids, p in zip(token_ids, each, strict=True)]
-        mine = dict.fromkeys(request_ids)
-        num_left = len(mine)
-        with tqdm(total=len(prompts), unit="prompt", disable=not progress) as bar:
+        mine: dict[int, list[Completion]] = {request_id: [] for request_id in request_ids}
+        num_left = sum(p.n for p in each)
+        with tqdm(total=num_left, unit="text", disable=not progress) as bar:
             try:
                 while num_left:
                     for completion in self._advance():
                         if completion.request_id in mine:
-                            mine[completion.request_id] = completion
+                            mine[completion.request_id].append(completion)
                             num_left -= 1
                             bar.update()
                         else:
@@ -284,17 +338,23 @@ class Engine:
             finally:
                 for request_id in mine.keys() & self._unfinished.keys():
                     self.abort(request_id)
-        return [completion for completion in mine.values() if completion is not None]
+        return [
+            completion
+            for texts in mine.values()
+            for completion in sorted(texts, key=lambda completion: completion.index)
+        ]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
         """Complete one prompt piece by piece; the deltas' texts joined are the completion's text."""
         if self.tokenizer is None:
             raise ValueError("this engine has no tokenizer to stream text with")
+        if params is not None and params.n > 1:
+            raise ValueError(f"n is {params.n}, but a stream is one text; stream each of them, or use generate")
         request_id = self.add_request(prompt, params)
         self._streamed.add(request_id)
-        sequence = self._unfinished[request_id]
+        (sequence,) = self._unfinished[request_id]
         detokenizer = Detokenizer(self.tokenizer)
-        num_sent = 0
+        num_sent = num_chars = 0
         try:
             # Others that run at the same time may bring this sequence forward too.
             while num_sent < len(sequence.output_ids) or sequence.finish_reason is None:
@@ -302,9 +362,13 @@ class Engine:
                     self._undelivered.extend(self._advance())
                 token_ids = sequence.output_ids[num_sent:]
                 num_sent += len(token_ids)
-                text = detokenizer.push(token_ids)
-                if sequence.finish_reason is not None:
-                    text += detokenizer.finish()
+                if sequence.stop_strings is not None:
+                    text = sequence.stop_strings.certain[num_chars:]
+                    num_chars += len(text)
+                else:
+                    text = detokenizer.push(token_ids)
+                    if sequence.finish_reason is not None:
+                        text += detokenizer.finish()
                 if token_ids:
                     yield Delta(text, token_ids)
         finally:
@@ -317,12 +381,20 @@ class Engine:
         output_ids = sequence.output_ids
         return Completion(
             request_id=sequence.request_id,
+            index=sequence.index,
             prompt_token_ids=sequence.prompt_ids,
             token_ids=output_ids,
-            text=None if self.tokenizer is None else decode(self.tokenizer, output_ids),
+            text=self._text(sequence),
             finish_reason=sequence.finish_reason,
+            stop_reason=sequence.stop_reason,
+            logprobs=None if sequence.params.logprobs is None else sequence.logprobs,
             stats=sequence.stats,
         )
+
+    def _text(self, sequence: Sequence) -> str | None:
+        if sequence.stop_strings is not None:
+            return sequence.stop_strings.text
+        return None if self.tokenizer is None else decode(self.tokenizer, sequence.output_ids)
 
     def _eos_ids(self) -> frozenset[int]:
         """All tokens that end a text, as the base's own `generate` takes them."""

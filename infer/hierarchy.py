@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .model_runner import ModelRunner
 from .sampling import draw, gumbel_noise, to_probs
-from .sequence import Proposal, Sequence
+from .sequence import Logprob, Proposal, Sequence
 from .verify import verify_by_equality, verify_by_rejection
 
 
@@ -45,11 +45,12 @@ class Hierarchy:
         start = time.perf_counter()
         logits = self._runner.prefill(sequences)
         ends = [len(sequence.token_ids) for sequence in sequences]
-        rows = self._read(logits, sequences, [(end - 1, end) for end in ends], vocab_ids=None)
+        bounds = [(end - 1, end) for end in ends]
+        rows = self._read(logits, sequences, bounds, vocab_ids=None)
         _, next_ids = self._verify_rows(sequences, [[] for _ in sequences], rows)
         seconds = (time.perf_counter() - start) / len(sequences)
-        for sequence, token_id in zip(sequences, next_ids, strict=True):
-            sequence.commit([token_id])
+        for sequence, row, token_id in zip(sequences, logits, next_ids, strict=True):
+            _commit(sequence, [token_id], row.unsqueeze(0))
             sequence.stats.num_prefills += 1
             sequence.stats.prefill_seconds += seconds
 
@@ -75,7 +76,7 @@ class Hierarchy:
         with self._timed(0, sequences):
             self._runner.advance(0, sequences)
             newest = [sequence.num_known - 1 for sequence in sequences]
-            rows = self._score(0, sequences, newest)
+            _, rows = self._score(0, sequences, newest)
             _, token_ids = self._verify_rows(sequences, [[] for _ in sequences], rows)
             for sequence, row, token_id in zip(sequences, rows, token_ids, strict=True):
                 sequence.proposed[0].append(Proposal(token_id, None if row.probs is None else row.probs[0]))
@@ -94,7 +95,7 @@ class Hierarchy:
             drafts = [sequence.proposed[level - 1] if level > 0 else [] for sequence in sequences]
             starts = [s.num_known - 1 - len(draft) for s, draft in zip(sequences, drafts, strict=True)]
             self._runner.advance(level, sequences)
-            rows = self._score(level, sequences, starts)
+            logits, rows = self._score(level, sequences, starts)
             accepted, next_ids = self._verify_rows(sequences, drafts, rows)
         name = self._runner.levels[level].name
         for b, sequence in enumerate(sequences):
@@ -103,17 +104,19 @@ class Hierarchy:
             sequence.rollback(starts[b] + accepted[b] + 1, level)
             drafts[b].clear()
             if level == self._top:
-                sequence.commit(kept)
+                _commit(sequence, kept, logits[b])
             else:
                 probs = rows[b].probs
                 sequence.proposed[level].extend(
                     Proposal(token_id, None if probs is None else probs[place]) for place, token_id in enumerate(kept)
                 )
 
-    def _score(self, level: int, sequences: list[Sequence], starts: list[int]) -> list[Rows]:
+    def _score(self, level: int, sequences: list[Sequence], starts: list[int]) -> tuple[tuple[Tensor, ...], list[Rows]]:
+        """Logits and what they say, for each sequence, at the positions from `starts` to the newest."""
         logits = self._runner.score(level, sequences, starts)
         bounds = [(start, sequence.num_known) for sequence, start in zip(sequences, starts, strict=True)]
-        return self._read(logits, sequences, bounds, self._runner.vocab_ids(level))
+        rows = self._read(logits, sequences, bounds, self._runner.vocab_ids(level))
+        return logits.split([stop - start for start, stop in bounds]), rows
 
     def _read(
         self,
@@ -124,6 +127,8 @@ class Hierarchy:
     ) -> list[Rows]:
         """Apply each sequence's sampling parameters to its rows."""
         counts = [stop - start for start, stop in bounds]
+        if any(sequence.logits_processor is not None for sequence in sequences):
+            logits = _process(logits, sequences, bounds, vocab_ids)
         ids = logits.argmax(-1)
         ids = ids if vocab_ids is None else vocab_ids[ids]
         if all(sequence.params.is_greedy for sequence in sequences):
@@ -153,6 +158,7 @@ class Hierarchy:
             torch.tensor([1.0 if each.is_greedy else each.temperature for each in params], device=device),
             torch.tensor([each.top_k for each in params], device=device),
             torch.tensor([each.top_p for each in params], device=device),
+            torch.tensor([each.min_p for each in params], device=device),
         )
         if vocab_ids is None:
             return probs
@@ -163,7 +169,7 @@ class Hierarchy:
         if position not in sequence.noise:
             assert sequence.params.seed is not None
             vocab_size = self._runner.model.backbone.vocab_size
-            sequence.noise[position] = gumbel_noise(sequence.params.seed, position, vocab_size)
+            sequence.noise[position] = gumbel_noise(sequence.params.seed, sequence.index, position, vocab_size)
         return sequence.noise[position]
 
     def _verify_rows(
@@ -207,6 +213,40 @@ class Hierarchy:
         seconds = (time.perf_counter() - start) / len(sequences)
         for sequence in sequences:
             sequence.stats.levels[self._runner.levels[level].name].seconds += seconds
+
+
+def _process(
+    logits: Tensor,  # [R, V or V_d]
+    sequences: list[Sequence],
+    bounds: list[tuple[int, int]],  # positions of each sequence's rows
+    vocab_ids: Tensor | None,  # [V_d], where the rows score a draft vocabulary
+) -> Tensor:  # [R, V or V_d] float32
+    """Let every sequence's own processor change its rows."""
+    parts = list(logits.float().split([stop - start for start, stop in bounds]))
+    for b, sequence in enumerate(sequences):
+        if sequence.logits_processor is not None:
+            num_prompt = len(sequence.prompt_ids)
+            parts[b] = sequence.logits_processor(
+                parts[b],
+                sequence.known_ids(num_prompt),
+                len(sequence.token_ids) - num_prompt,
+                bounds[b][0],
+                vocab_ids,
+            )
+    return torch.cat(parts)
+
+
+def _commit(sequence: Sequence, token_ids: list[int], logits: Tensor) -> None:  # logits: [R, V], R >= len(token_ids)
+    """Commit what the target kept and chose; row k of its logits is what follows k of these tokens."""
+    committed = sequence.commit(token_ids)
+    number = sequence.params.logprobs
+    if number is None:
+        return
+    logprobs = logits[: len(committed)].float().log_softmax(-1)
+    chosen = logprobs.gather(-1, torch.tensor(committed, device=logits.device).unsqueeze(-1)).squeeze(-1)
+    values, ids = logprobs.topk(min(number, logprobs.shape[-1]), dim=-1)
+    for logprob, top_ids, top in zip(chosen.tolist(), ids.tolist(), values.tolist(), strict=True):
+        sequence.logprobs.append(Logprob(logprob, dict(zip(top_ids, top, strict=True))))
 
 
 def _compare(drafts: list[list[Proposal]], rows: list[Rows]) -> tuple[Tensor, Tensor]:

@@ -6,9 +6,20 @@ from typing import Literal, NamedTuple
 from torch import Tensor
 
 from .config import SamplingParams
+from .logits_processor import LogitsProcessor
 from .stats import Stats
+from .stop_strings import StopStrings
 
 FinishReason = Literal["stop", "length"]
+
+
+class Logprob(NamedTuple):
+    """How likely the model itself, without any sampling parameter, held a token that was chosen."""
+
+    logprob: float
+    """Natural logarithm of its probability."""
+    top: dict[int, float]
+    """The likeliest tokens and theirs, likeliest first; as many as were asked for."""
 
 
 class Proposal(NamedTuple):
@@ -23,6 +34,8 @@ class Sequence:
     """The tokens of one generation and what is known of them at each level."""
 
     request_id: int
+    index: int = 0
+    """Which of the request's `n` texts."""
     prompt_ids: list[int]
     params: SamplingParams
     stop_ids: frozenset[int]
@@ -43,7 +56,13 @@ class Sequence:
     """This sequence's place in the buffers of hidden states, while it runs."""
     noise: dict[int, Tensor] = field(default_factory=dict)
     """By position, for a seeded request: see `gumbel_noise`."""
+    logits_processor: LogitsProcessor | None = None
+    stop_strings: StopStrings | None = None
+    logprobs: list[Logprob] = field(default_factory=list)
+    """Of the committed tokens behind the prompt, where they were asked for."""
     finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    """The end token or the stop string that ended the text."""
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_ids)
@@ -88,11 +107,16 @@ class Sequence:
             committed.append(token_id)
             self.token_ids.append(token_id)
             if token_id in self.stop_ids:
-                self.finish_reason = "stop"
+                self.finish_reason, self.stop_reason = "stop", token_id
+                break
+            if self.stop_strings is not None and self.stop_strings.push(token_id):
+                self.finish_reason, self.stop_reason = "stop", self.stop_strings.found
                 break
             if len(self.token_ids) >= self.max_length:
                 self.finish_reason = "length"
                 break
+        if self.stop_strings is not None and self.finish_reason is not None:
+            self.stop_strings.finish()
         self.stats.num_committed += len(committed)
         for position in [position for position in self.noise if position < len(self.token_ids)]:
             del self.noise[position]
