@@ -7,6 +7,7 @@ from numbers import Integral, Real
 from typing import Any, Literal, get_args
 
 Method = Literal["autoregressive", "single-layer", "hispec"]
+DraftPolicy = Literal["fixed", "dynamic"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,9 +125,15 @@ class EngineConfig:
     method: Method = "hispec"
     """`autoregressive`: the base alone; `single-layer`: the first exit drafts for it; `hispec`: two exits."""
     num_draft_tokens: int = 2
-    """Tokens drafted before each verification of a draft (the paper's N_d)."""
+    """Tokens drafted before each verification of a draft (the paper's N_d); the most under a dynamic policy."""
     num_provisional_tokens: int = 4
-    """Provisional tokens that the target waits for under `hispec` (the paper's N_i)."""
+    """Provisional tokens that the target waits for under `hispec` (the paper's N_i); likewise."""
+    draft_policy: DraftPolicy = "fixed"
+    """`fixed`: always drafts of these lengths; `dynamic`: shorter ones where the heads are unsure of what they
+    proposed, or where few of their tokens were kept of late. The text is the same."""
+    min_confidence: float = 0.3
+    """Under a dynamic policy: drafting goes on while all that is proposed stands with at least this probability, as
+    the heads see it."""
     block_size: int = 16
     """Tokens in a block of the KV cache."""
     num_blocks: int | None = None
@@ -142,6 +149,12 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.method not in get_args(Method):
             raise ValueError(f"method {self.method!r} is unknown; choose one of {', '.join(get_args(Method))}")
+        if self.draft_policy not in get_args(DraftPolicy):
+            raise ValueError(
+                f"draft_policy {self.draft_policy!r} is unknown; choose one of {', '.join(get_args(DraftPolicy))}"
+            )
+        if not _is_finite(self.min_confidence) or not 0 <= self.min_confidence <= 1:
+            raise ValueError(f"min_confidence is {self.min_confidence!r}; it must lie between 0 and 1")
         for name in (
             "num_draft_tokens",
             "num_provisional_tokens",

@@ -24,6 +24,7 @@ from .hierarchy import Hierarchy
 from .kv_cache import KVCache, bytes_per_token
 from .logits_processor import LogitsProcessor
 from .model_runner import Level, ModelRunner
+from .policy import DynamicPolicy, FixedPolicy, Policy
 from .scheduler import Scheduler
 from .sequence import FinishReason, Logprob, Sequence
 from .stats import Stats
@@ -82,8 +83,8 @@ class Engine:
         levels = _levels(model, self.config.method)
         if _should_pack(self.config, model):
             model.pack_weights()
-        lengths = [0] + [self.config.num_draft_tokens] * (len(levels) - 1)
-        max_proposed = lengths[-1]
+        lengths = [self.config.num_draft_tokens] * (len(levels) - 1)
+        max_proposed = sum(lengths)
         if self.config.method == "hispec":
             lengths[-1] = self.config.num_provisional_tokens
             # One short of enough, the intermediate level verifies a whole draft more and adds its token.
@@ -107,7 +108,7 @@ class Engine:
         generator = torch.Generator()
         generator.seed()
         self._level_names = tuple(level.name for level in levels)
-        self._hierarchy = Hierarchy(runner, lengths, generator)
+        self._hierarchy = Hierarchy(runner, _policies(self.config, lengths), generator)
         self._scheduler = Scheduler(
             BlockManager(num_blocks, self.config.block_size),
             self.config.max_num_seqs,
@@ -420,6 +421,12 @@ def _tokenize(tokenizer: PreTrainedTokenizerBase, prompt: Any) -> list[int]:
     except TypeError:
         # What the tokenizer says of a lone surrogate, for example.
         raise ValueError("the prompt is not text that can be encoded") from None
+
+
+def _policies(config: EngineConfig, lengths: Items[int]) -> list[Policy]:
+    if config.draft_policy == "fixed":
+        return [FixedPolicy(max_length=length) for length in lengths]
+    return [DynamicPolicy(max_length=length, min_confidence=config.min_confidence) for length in lengths]
 
 
 def _should_pack(config: EngineConfig, model: EarlyExitModel) -> bool:

@@ -13,12 +13,14 @@ import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .model_runner import ModelRunner
+from .policy import FixedPolicy, Policy, updated_share
 from .sampling import draw, gumbel_noise, to_probs
 from .sequence import Logprob, Proposal, Sequence
 from .verify import verify_by_equality, verify_by_rejection
@@ -29,16 +31,18 @@ class Rows(NamedTuple):
 
     ids: Tensor | None  # [R] int64, its choice, where the rule is equality
     probs: Tensor | None  # [R, V] float32, where the rule is rejection
+    confidence: Tensor | None = None  # [R] float32, the highest probability of each row, where a policy asks
 
 
 class Hierarchy:
-    """Drafts, verifies and commits; `lengths[k]` is how many tokens level k asks of the level below it."""
+    """Drafts, verifies and commits; `policies[k]` says how many tokens level k + 1 asks of level k."""
 
-    def __init__(self, runner: ModelRunner, lengths: Items[int], generator: torch.Generator) -> None:
+    def __init__(self, runner: ModelRunner, policies: Items[Policy], generator: torch.Generator) -> None:
         self._runner = runner
-        self._lengths = lengths
+        self._policies = policies
         self._generator = generator
         self._top = len(runner.levels) - 1
+        self._asks_confidence = not all(isinstance(policy, FixedPolicy) for policy in policies)
 
     def prefill(self, sequences: list[Sequence]) -> None:
         """Read the committed tokens of fresh sequences and commit one more for each."""
@@ -59,17 +63,16 @@ class Hierarchy:
         self._verify(self._top, sequences)
 
     def _propose(self, level: int, sequences: list[Sequence], wanted: list[int]) -> None:
-        """Let at least `wanted[b]` tokens leave `level`; exactly so many at the lowest."""
-        if level == 0:
-            for place in range(max(wanted)):
-                self._draft([sequence for sequence, number in zip(sequences, wanted, strict=True) if number > place])
-            return
+        """Let `wanted[b]` tokens leave `level`, fewer where its policy stops; above the lowest it may be some more."""
+        propose = self._draft if level == 0 else partial(self._verify, level)
+        policy = self._policies[level]
         while active := [
             sequence
             for sequence, number in zip(sequences, wanted, strict=True)
             if len(sequence.proposed[level]) < number
+            and (not sequence.proposed[level] or policy.goes_on(sequence.reach(level)))
         ]:
-            self._verify(level, active)
+            propose(active)
 
     def _draft(self, sequences: list[Sequence]) -> None:
         """Draw one token at the lowest level."""
@@ -79,7 +82,7 @@ class Hierarchy:
             _, rows = self._score(0, sequences, newest)
             _, token_ids = self._verify_rows(sequences, [[] for _ in sequences], rows)
             for sequence, row, token_id in zip(sequences, rows, token_ids, strict=True):
-                sequence.proposed[0].append(Proposal(token_id, None if row.probs is None else row.probs[0]))
+                sequence.proposed[0].extend(_proposals([token_id], row))
                 sequence.stats.levels[self._runner.levels[0].name].num_rounds += 1
 
     def _verify(self, level: int, sequences: list[Sequence]) -> None:
@@ -87,7 +90,9 @@ class Hierarchy:
         if level > 0:
             # Below the target the added token needs room too; the target's own is what the room leaves.
             num_added = 0 if level == self._top else 1
-            self._propose(level - 1, sequences, [min(self._lengths[level], s.room - num_added) for s in sequences])
+            policy = self._policies[level - 1]
+            wanted = [min(policy.length(s.kept_shares[level - 1]), s.room - num_added) for s in sequences]
+            self._propose(level - 1, sequences, wanted)
         for lower in range(level):
             with self._timed(lower, sequences):
                 self._runner.advance(lower, sequences)
@@ -101,22 +106,26 @@ class Hierarchy:
         for b, sequence in enumerate(sequences):
             kept = [proposal.token_id for proposal in drafts[b][: accepted[b]]] + [next_ids[b]]
             sequence.stats.levels[name].count_verification(len(drafts[b]), accepted[b])
+            if level > 0:
+                share = sequence.kept_shares[level - 1]
+                sequence.kept_shares[level - 1] = updated_share(share, len(drafts[b]), accepted[b])
             sequence.rollback(starts[b] + accepted[b] + 1, level)
             drafts[b].clear()
             if level == self._top:
                 _commit(sequence, kept, logits[b])
             else:
-                probs = rows[b].probs
-                sequence.proposed[level].extend(
-                    Proposal(token_id, None if probs is None else probs[place]) for place, token_id in enumerate(kept)
-                )
+                sequence.proposed[level].extend(_proposals(kept, rows[b]))
 
     def _score(self, level: int, sequences: list[Sequence], starts: list[int]) -> tuple[tuple[Tensor, ...], list[Rows]]:
         """Logits and what they say, for each sequence, at the positions from `starts` to the newest."""
         logits = self._runner.score(level, sequences, starts)
         bounds = [(start, sequence.num_known) for sequence, start in zip(sequences, starts, strict=True)]
         rows = self._read(logits, sequences, bounds, self._runner.vocab_ids(level))
-        return logits.split([stop - start for start, stop in bounds]), rows
+        counts = [stop - start for start, stop in bounds]
+        if self._asks_confidence and level < self._top:
+            confidence = logits.float().softmax(-1).amax(-1).split(counts)
+            rows = [row._replace(confidence=sure) for row, sure in zip(rows, confidence, strict=True)]
+        return logits.split(counts), rows
 
     def _read(
         self,
@@ -213,6 +222,15 @@ class Hierarchy:
         seconds = (time.perf_counter() - start) / len(sequences)
         for sequence in sequences:
             sequence.stats.levels[self._runner.levels[level].name].seconds += seconds
+
+
+def _proposals(token_ids: list[int], rows: Rows) -> list[Proposal]:
+    """What leaves a level; row k chose token k or confirmed it."""
+    confidence = [1.0] * len(token_ids) if rows.confidence is None else rows.confidence.tolist()
+    return [
+        Proposal(token_id, None if rows.probs is None else rows.probs[place], confidence[place])
+        for place, token_id in enumerate(token_ids)
+    ]
 
 
 def _process(

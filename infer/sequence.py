@@ -1,5 +1,6 @@
 """One generation."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -7,6 +8,7 @@ from torch import Tensor
 
 from .config import SamplingParams
 from .logits_processor import LogitsProcessor
+from .policy import INITIAL_SHARE
 from .stats import Stats
 from .stop_strings import StopStrings
 
@@ -27,6 +29,7 @@ class Proposal(NamedTuple):
 
     token_id: int
     probs: Tensor | None  # [V], what it was drawn from; None where the rule is equality
+    confidence: float  # highest probability of its row; 1 where no policy asks
 
 
 @dataclass(eq=False, kw_only=True)
@@ -51,6 +54,8 @@ class Sequence:
     """By level: positions that its layers have run over and that still stand."""
     num_head_computed: list[int]
     """By level below the target: positions in its head's own KV cache."""
+    kept_shares: list[float] = field(init=False)
+    """By level below the target: the running share of its tokens that the next level kept."""
     block_table: list[int] = field(default_factory=list)
     window_row: int = -1
     """This sequence's place in the buffers of hidden states, while it runs."""
@@ -66,6 +71,7 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_ids)
+        self.kept_shares = [INITIAL_SHARE] * len(self.proposed)
 
     @property
     def output_ids(self) -> list[int]:
@@ -86,6 +92,10 @@ class Sequence:
     def uses_rejection(self) -> bool:
         """Whether its drafts are verified by rejection; by equality otherwise."""
         return not self.params.is_greedy and self.params.seed is None
+
+    def reach(self, level: int) -> float:
+        """How likely all that waits at `level` stands, as that level sees it."""
+        return math.prod(proposal.confidence for proposal in self.proposed[level])
 
     def known_ids(self, start: int) -> list[int]:
         """Token ids from position `start` to the newest known one."""

@@ -74,7 +74,7 @@ def enumerate_target(base, prompt, sampling) -> dict[tuple[int, ...], float]:
     return marginal
 
 
-def sample(model, sampling, *, seeded, method="hispec", num_samples=NUM_SAMPLES) -> tuple[dict, Engine]:
+def sample(model, sampling, *, seeded, method="hispec", num_samples=NUM_SAMPLES, **options) -> tuple[dict, Engine]:
     """Counts of continuations for each prompt, drawn in ragged batches through a small pool."""
     engine = Engine(
         model,
@@ -84,6 +84,7 @@ def sample(model, sampling, *, seeded, method="hispec", num_samples=NUM_SAMPLES)
         max_num_seqs=200,
         num_blocks=300,
         block_size=4,
+        **options,
     )
     engine._hierarchy._generator.manual_seed(11)
     counts: dict[int, dict[tuple[int, ...], int]] = {place: {} for place in range(len(PROMPTS))}
