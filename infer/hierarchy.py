@@ -138,7 +138,8 @@ class Hierarchy:
         counts = [stop - start for start, stop in bounds]
         if any(sequence.logits_processor is not None for sequence in sequences):
             logits = _process(logits, sequences, bounds, vocab_ids)
-        ids = logits.argmax(-1)
+        # Of equal logits the lowest id, as by argmax, which takes four times as long.
+        ids = logits.max(-1).indices
         ids = ids if vocab_ids is None else vocab_ids[ids]
         if all(sequence.params.is_greedy for sequence in sequences):
             return [Rows(part, None) for part in ids.split(counts)]
