@@ -53,17 +53,19 @@ def test_no_text_changes(base, quality, method, min_confidence):
         assert len(drafts.drafted_per_position) == 5
 
 
-def test_few_kept_tokens_make_short_drafts(base):
+def test_few_kept_tokens_make_short_drafts(base, monkeypatch):
+    monkeypatch.setattr(DynamicPolicy, "goes_on", lambda self, reach: True)
     model = build_heads(shallow(base, 3), "adversarial", head="norm")
-    engine = Engine(model, method="single-layer", min_confidence=0.01, draft_policy="dynamic", num_draft_tokens=5)
+    engine = Engine(model, method="single-layer", draft_policy="dynamic", num_draft_tokens=5)
     engine.generate(PROMPTS, SamplingParams(max_new_tokens=40, ignore_eos=True))
     counts = engine.stats.levels["target"].drafted_per_position
+    assert len(counts) == 4
     assert counts[0] > 2 * sum(counts[2:])
 
 
 @pytest.mark.parametrize("seeded", [False, True], ids=["rejection", "coupled"])
 def test_the_distribution_is_that_of_the_base(sampled_model, seeded):  # noqa: F811
-    counts, engine = sample(sampled_model, PLAIN, seeded=seeded, draft_policy="dynamic", min_confidence=0.5)
+    counts, engine = sample(sampled_model, PLAIN, seeded=seeded, draft_policy="dynamic", min_confidence=0.3)
     assert is_lossless(sampled_model, counts, PLAIN)
     lengths = engine.stats.levels["intermediate"].drafted_per_position
     assert lengths[1] < lengths[0]

@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hispec.infer import Engine, SamplingParams
+from hispec.infer.detokenizer import decode
 from hispec.infer.stop_strings import StopStrings
 
 from .models import build_heads, shallow
@@ -73,9 +74,8 @@ def test_a_stop_string_anywhere_in_a_draft(model, method, include, place):
     assert completion.text == free.text[: end + len(stop) * include]
     assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
     assert completion.token_ids == free.token_ids[: len(completion.token_ids)]
-    text_of_ids = " ".join(words[: len(completion.token_ids)])
-    assert stop in text_of_ids
-    assert stop not in " ".join(words[: len(completion.token_ids) - 1])
+    assert stop in decode(engine.tokenizer, completion.token_ids)
+    assert stop not in decode(engine.tokenizer, completion.token_ids[:-1])
     assert "".join(delta.text for delta in engine.stream(PROMPT, params)) == completion.text
     assert engine._scheduler._block_manager.num_free == engine._scheduler._block_manager.num_blocks
 
