@@ -59,8 +59,9 @@ class EngineConfig:
     """Blocks of the KV cache; None makes room for `max_num_seqs` full contexts, within a quarter of the memory."""
     max_num_seqs: int = 16
     """Most sequences that run at once."""
-    max_prefill_tokens: int = 4096
-    """Most prompt tokens read in one step; a longer prompt is read alone."""
+    max_prefill_tokens: int = 512
+    """Most prompt tokens read in one step, by all prompts together; longer prompts are read in pieces. Between two steps
+    those that decode get their round: fewer tokens make their pauses shorter, more let a long prompt start sooner."""
     pack_weights: bool | None = None
     """On a CPU, keep the weights a second time in the layout of its matrix kernels: decoding is then up to half as
     long. None does so where the copy takes at most half of the memory that is free."""

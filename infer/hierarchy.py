@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .model_runner import ModelRunner
 from .sampling import draw, gumbel_noise, to_probs
-from .sequence import Proposal, Sequence
+from .sequence import Chunk, Proposal, Sequence
 from .verify import verify_by_equality, verify_by_rejection
 
 
@@ -40,18 +40,26 @@ class Hierarchy:
         self._generator = generator
         self._top = len(runner.levels) - 1
 
-    def prefill(self, sequences: list[Sequence]) -> None:
-        """Read the committed tokens of fresh sequences and commit one more for each."""
+    def prefill(self, chunks: list[Chunk]) -> None:
+        """Read committed tokens; commit one more for each sequence that is then read to its end."""
         start = time.perf_counter()
-        logits = self._runner.prefill(sequences)
-        ends = [len(sequence.token_ids) for sequence in sequences]
-        rows = self._read(logits, sequences, [(end - 1, end) for end in ends], vocab_ids=None)
-        _, next_ids = self._verify_rows(sequences, [[] for _ in sequences], rows)
-        seconds = (time.perf_counter() - start) / len(sequences)
-        for sequence, token_id in zip(sequences, next_ids, strict=True):
-            sequence.commit([token_id])
-            sequence.stats.num_prefills += 1
-            sequence.stats.prefill_seconds += seconds
+        sequences = [chunk.sequence for chunk in chunks if chunk.stop == len(chunk.sequence.token_ids)]
+        logits = self._runner.prefill(chunks)
+        if logits is not None:
+            logits, failures = _mend(logits, [1] * len(sequences))
+            ends = [len(sequence.token_ids) for sequence in sequences]
+            rows = self._read(logits, sequences, [(end - 1, end) for end in ends], vocab_ids=None)
+            _, next_ids = self._verify_rows(sequences, [[] for _ in sequences], rows)
+            for b, sequence in enumerate(sequences):
+                sequence.is_read = True
+                if b in failures:
+                    sequence.fail()
+                    continue
+                sequence.commit([next_ids[b]])
+                sequence.stats.num_prefills += 1
+        seconds = (time.perf_counter() - start) / sum(chunk.stop - chunk.start for chunk in chunks)
+        for chunk in chunks:
+            chunk.sequence.stats.prefill_seconds += seconds * (chunk.stop - chunk.start)
 
     def round(self, sequences: list[Sequence]) -> None:
         """Commit at least one token for each sequence."""
@@ -75,7 +83,7 @@ class Hierarchy:
         with self._timed(0, sequences):
             self._runner.advance(0, sequences)
             newest = [sequence.num_known - 1 for sequence in sequences]
-            rows = self._score(0, sequences, newest)
+            rows, _ = self._score(0, sequences, newest)
             _, token_ids = self._verify_rows(sequences, [[] for _ in sequences], rows)
             for sequence, row, token_id in zip(sequences, rows, token_ids, strict=True):
                 sequence.proposed[0].append(Proposal(token_id, None if row.probs is None else row.probs[0]))
@@ -94,15 +102,23 @@ class Hierarchy:
             drafts = [sequence.proposed[level - 1] if level > 0 else [] for sequence in sequences]
             starts = [s.num_known - 1 - len(draft) for s, draft in zip(sequences, drafts, strict=True)]
             self._runner.advance(level, sequences)
-            rows = self._score(level, sequences, starts)
+            rows, failures = self._score(level, sequences, starts)
             accepted, next_ids = self._verify_rows(sequences, drafts, rows)
         name = self._runner.levels[level].name
         for b, sequence in enumerate(sequences):
+            # A row that decided nothing, because a draft before it was rejected, may be anything.
+            has_failed = level == self._top and failures.get(b, accepted[b] + 1) <= accepted[b]
+            if has_failed:
+                accepted[b] = failures[b]
             kept = [proposal.token_id for proposal in drafts[b][: accepted[b]]] + [next_ids[b]]
             sequence.stats.levels[name].count_verification(len(drafts[b]), accepted[b])
             sequence.rollback(starts[b] + accepted[b] + 1, level)
             drafts[b].clear()
-            if level == self._top:
+            if has_failed:
+                sequence.commit(kept[:-1])
+                if sequence.finish_reason is None:
+                    sequence.fail()
+            elif level == self._top:
                 sequence.commit(kept)
             else:
                 probs = rows[b].probs
@@ -110,10 +126,41 @@ class Hierarchy:
                     Proposal(token_id, None if probs is None else probs[place]) for place, token_id in enumerate(kept)
                 )
 
-    def _score(self, level: int, sequences: list[Sequence], starts: list[int]) -> list[Rows]:
-        logits = self._runner.score(level, sequences, starts)
+    def _score(
+        self, level: int, sequences: list[Sequence], starts: list[int]
+    ) -> tuple[list[Rows], dict[int, int]]:  # and by sequence, the first of its rows that is not finite
+        logits = scored = self._runner.score(level, sequences, starts)
         bounds = [(start, sequence.num_known) for sequence, start in zip(sequences, starts, strict=True)]
-        return self._read(logits, sequences, bounds, self._runner.vocab_ids(level))
+        failures: dict[int, int] = {}
+        # Where the rule is equality any token is a valid draft, whatever it was read from.
+        if level == self._top or any(sequence.uses_rejection for sequence in sequences):
+            counts = [stop - start for start, stop in bounds]
+            logits, failures = _mend(scored, counts)
+            suspects = [b for b in failures if counts[b] > 1 and level == self._top]
+            if suspects:
+                parts = list(scored.split(counts))
+                for b in suspects:
+                    parts[b] = self._score_one_by_one(sequences[b])
+                logits, failures = _mend(torch.cat(parts), counts)
+        return self._read(logits, sequences, bounds, self._runner.vocab_ids(level)), failures
+
+    def _score_one_by_one(self, sequence: Sequence) -> Tensor:  # [K + 1, V]
+        """The target's rows for its drafted tokens, computed anew without looking at any token ahead of time.
+
+        Attention gives masked positions the weight 0, and 0 times NaN is NaN: one drafted token for which the base
+        has no finite states would spoil the rows of all before it, which plain decoding computes without it.
+        """
+        drafts = sequence.proposed[-1]
+        held_back = list(drafts)
+        drafts.clear()
+        sequence.rollback(sequence.num_known - 1, self._top)
+        rows = []
+        for place in range(len(held_back) + 1):
+            drafts.extend(held_back[len(drafts) : place])
+            for level in range(self._top + 1):
+                self._runner.advance(level, [sequence])
+            rows.append(self._runner.score(self._top, [sequence], [sequence.num_known - 1]))
+        return torch.cat(rows)
 
     def _read(
         self,
@@ -207,6 +254,19 @@ class Hierarchy:
         seconds = (time.perf_counter() - start) / len(sequences)
         for sequence in sequences:
             sequence.stats.levels[self._runner.levels[level].name].seconds += seconds
+
+
+def _mend(
+    logits: Tensor,  # [R, V]
+    counts: list[int],  # rows of each sequence
+) -> tuple[Tensor, dict[int, int]]:  # [R, V]; by sequence, the first of its rows that was mended
+    """Put zeros, an even distribution, in place of rows that hold NaN or infinity (minus infinity alone is a ban)."""
+    is_finite = logits.amax(-1).isfinite()
+    if is_finite.all():
+        return logits, {}
+    parts = [part.tolist() for part in is_finite.split(counts)]
+    failures = {b: part.index(False) for b, part in enumerate(parts) if not all(part)}
+    return logits.masked_fill(~is_finite.unsqueeze(-1), 0), failures
 
 
 def _compare(drafts: list[list[Proposal]], rows: list[Rows]) -> tuple[Tensor, Tensor]:
