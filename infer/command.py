@@ -65,7 +65,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit code: 0, 1 where it broke off, 2 for what the user can mend, 130 after Ctrl-C."""
+    """Run the command; returns its exit code: 0, 1 if it broke off, 2 for what the user can mend, 130 after Ctrl-C."""
     options = build_parser().parse_args(argv)
     try:
         return _run(options)
