@@ -60,8 +60,8 @@ class EngineConfig:
     max_num_seqs: int = 16
     """Most sequences that run at once."""
     max_prefill_tokens: int = 512
-    """Most prompt tokens read in one step, by all prompts together; longer prompts are read in pieces. In every step those
-    that decode get their round: fewer tokens make their pauses shorter, more let a long prompt be answered sooner."""
+    """Most prompt tokens read in one step, by all prompts together; longer prompts are read in pieces. In every step
+    those that decode get their round: fewer tokens make their pauses shorter, more let a long prompt end sooner."""
     pack_weights: bool | None = None
     """On a CPU, keep the weights a second time in the layout of its matrix kernels: decoding is then up to half as
     long. None does so where the copy takes at most half of the memory that is free."""
