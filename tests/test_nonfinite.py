@@ -60,8 +60,7 @@ def test_rows_are_mended_and_told():
     assert torch.equal(mended[[0, 2, 5]], rows[[0, 2, 5]])
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize(("value", "every"), [(math.nan, 1), (math.nan, 2), (math.inf, 2), (-math.inf, 1)])
 @pytest.mark.parametrize("method", METHODS[1:])
 def test_a_worthless_head_changes_nothing(base, expected, value, every, method):
     model = build_heads(base, "good", (1, 2), committed_context=True, draft_vocab_size=60)
@@ -81,7 +80,7 @@ def test_a_worthless_head_leaves_the_distribution_as_it_is():
     base = build_base("llama", vocab_size=VOCAB, num_hidden_layers=3, hidden_size=16, tie_word_embeddings=False)
     model = build_heads(base, "random", (1, 2), committed_context=True, draft_vocab_size=4)
     spoil_heads(model, math.nan, every=2)
-    counts, engine = sample(model, PLAIN, seeded=False, num_samples=2400)
+    counts, engine = sample(model, PLAIN, seeded=False, num_samples=1500)
     assert is_lossless(model, counts, PLAIN), deviations(model, counts, PLAIN)
     assert engine.stats.levels["target"].num_drafted
 
@@ -100,14 +99,14 @@ def test_a_draft_that_the_base_cannot_compute_changes_nothing(base, expected, me
     assert [completion.error for completion in completions] == [None] * 4
     assert [completion.token_ids for completion in completions] == expected
     # Each row of the target decides, so the same texts end in the same errors whatever is drafted.
-    each = [SamplingParams(max_new_tokens=16, ignore_eos=True, temperature=1.5, seed=seed) for seed in range(4)]
-    plain = Engine(model, method="autoregressive").generate(PROMPTS, each)
-    assert [(c.token_ids, c.error) for c in engine.generate(PROMPTS, each)] == [(c.token_ids, c.error) for c in plain]
+    each = [SamplingParams(max_new_tokens=16, ignore_eos=True, temperature=1.5, seed=seed) for seed in range(2)]
+    plain = Engine(model, method="autoregressive").generate(PROMPTS[:2], each)
+    sampled = engine.generate(PROMPTS[:2], each)
+    assert [(c.token_ids, c.error) for c in sampled] == [(c.token_ids, c.error) for c in plain]
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("max_prefill_tokens", [3, 512])
-@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize(("max_prefill_tokens", "value"), [(3, math.nan), (512, math.nan), (512, math.inf)])
 def test_a_failing_request_fails_alone(base, expected, method, max_prefill_tokens, value):
     """One fails in its prompt, one where it first says a token; their blocks go to those that come later."""
     others = {token for tokens in expected[1:] + PROMPTS for token in tokens}
