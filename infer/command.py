@@ -65,7 +65,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit code: 0, 2 for what the user can mend, 130 after Ctrl-C."""
+    """Run the command; returns its exit code: 0, 1 if it broke off, 2 for what the user can mend, 130 after Ctrl-C."""
     options = build_parser().parse_args(argv)
     try:
         return _run(options)
@@ -79,6 +79,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         print(f"hispec-infer: error: {error}", file=sys.stderr)
         return 2
+    except FloatingPointError as error:
+        print(f"\nhispec-infer: error: {error}", file=sys.stderr)
+        return 1
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -184,6 +187,8 @@ def write_results(
     def write(place: int) -> None:
         line, completion = lines[place], finished.pop(place)
         output.write(json.dumps(to_record(line, completion)) if as_json else f"--- {line.id}\n{completion.text}")
+        if completion.error is not None:
+            tqdm.write(f"{line.id}: {completion.error}", file=sys.stderr)
 
     with tqdm(total=len(lines), unit="prompt", file=sys.stderr) as bar:
         try:
@@ -201,8 +206,9 @@ def write_results(
 
 
 def to_record(line: PromptLine, completion: Completion) -> dict[str, Any]:
-    """A completion as JSON-ready values."""
-    return {
+    """A completion as JSON-ready values; `error` stands only where there is one."""
+    error = {} if completion.error is None else {"error": completion.error}
+    return error | {
         "id": line.id,
         "text": completion.text,
         "token_ids": completion.token_ids,

@@ -56,13 +56,9 @@ class SamplingParams:
     """Texts to draw for the prompt."""
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
-        for name, values in (
-            ("stop", stop),
-            ("stop_token_ids", self.stop_token_ids),
-            ("banned_token_ids", self.banned_token_ids),
-        ):
-            object.__setattr__(self, name, tuple(values))
+        for name in ("stop", "stop_token_ids", "banned_token_ids"):
+            values: Any = getattr(self, name)
+            object.__setattr__(self, name, (values,) if isinstance(values, str) else tuple(values))
         self._check_numbers()
         for name in ("stop_token_ids", "banned_token_ids"):
             for token_id in getattr(self, name):
@@ -71,7 +67,8 @@ class SamplingParams:
         for token_id, bias in self.logit_bias.items():
             if not _is_integer(token_id) or token_id < 0 or not _is_finite(bias):
                 raise ValueError(f"logit_bias holds {token_id!r}: {bias!r}; it maps token ids to finite numbers")
-        for text in self.stop:
+        texts: tuple[Any, ...] = self.stop
+        for text in texts:
             if not isinstance(text, str) or not text:
                 raise ValueError(f"stop holds {text!r}; stop strings are texts of at least one character")
         if self.min_new_tokens > self.max_new_tokens:
@@ -140,8 +137,9 @@ class EngineConfig:
     """Blocks of the KV cache; None makes room for `max_num_seqs` full contexts, within a quarter of the memory."""
     max_num_seqs: int = 16
     """Most sequences that run at once."""
-    max_prefill_tokens: int = 4096
-    """Most prompt tokens read in one step; a longer prompt is read alone."""
+    max_prefill_tokens: int = 512
+    """Most prompt tokens read in one step, by all prompts together; longer prompts are read in pieces. In every step
+    those that decode get their round: fewer tokens make their pauses shorter, more let a long prompt end sooner."""
     pack_weights: bool | None = None
     """On a CPU, keep the weights a second time in the layout of its matrix kernels: decoding is then up to half as
     long. None does so where the copy takes at most half of the memory that is free."""
@@ -173,4 +171,4 @@ def _is_integer(value: Any) -> bool:
 
 
 def _is_finite(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    return not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)

@@ -53,13 +53,15 @@ class Completion:
     """The generated tokens as text, without special tokens, cut where a stop string ended it; None for an engine
     without a tokenizer."""
     finish_reason: FinishReason
-    """`stop`: the text ended; `length`: the limit or the context was reached."""
+    """`stop`: the text ended; `length`: the limit or the context was reached; `error`: see `error`."""
     stop_reason: int | str | None
     """The end token or the stop string that ended the text."""
     logprobs: list[Logprob] | None
     """One for each token, where they were asked for."""
     stats: Stats
     """What this generation took."""
+    error: str | None = None
+    """At which position the model's logits were NaN or infinite; the tokens before it stand."""
 
 
 class Delta(NamedTuple):
@@ -262,24 +264,25 @@ class Engine:
         self._streamed.discard(request_id)
 
     def step(self) -> list[Completion]:
-        """Read in what was admitted and run one round for the others; returns what finished."""
+        """Run one round for those that are read in, and read on for the others; returns what finished."""
         self._undelivered.extend(self._advance())
         completions, self._undelivered = self._undelivered, []
         return completions
 
     def _advance(self) -> list[Completion]:
-        prefill, decoding = self._scheduler.schedule()
+        chunks, decoding = self._scheduler.schedule()
+        sequences = [chunk.sequence for chunk in chunks] + decoding
         try:
             if decoding:
                 self._hierarchy.round(decoding)
-            if prefill:
-                self._hierarchy.prefill(prefill)
+            if chunks:
+                self._hierarchy.prefill(chunks)
         except BaseException:
             # Half of a round is no state to go on from: all is computed anew from the committed tokens.
-            self._undelivered.extend(self._collect(prefill + decoding))
+            self._undelivered.extend(self._collect(sequences))
             self._scheduler.preempt_all()
             raise
-        return self._collect(prefill + decoding)
+        return self._collect(sequences)
 
     def _collect(self, sequences: list[Sequence]) -> list[Completion]:
         """Take out what is finished; the completions that nobody streams."""
@@ -310,7 +313,7 @@ class Engine:
         """Complete all prompts; the results stand in the order of the prompts, the `n` texts of each side by side.
 
         `params`: one for all, or one for each. Raises ValueError for the first prompt that cannot be served, before
-        any is.
+        any is; what `add_request` queued is not touched by that and runs on in the next steps.
         """
         if isinstance(prompts, str):
             raise ValueError("prompts is a string; give a list of prompts")
@@ -319,10 +322,14 @@ class Engine:
         each = list(params)
         if len(each) != len(prompts):
             raise ValueError(f"there are {len(prompts)} prompts but {len(each)} sampling params; give one for each")
-        token_ids = [self.encode(prompt) for prompt in prompts]
-        for ids, p in zip(token_ids, each, strict=True):
-            self.check_params(p)
-            self.check_room(ids, p)
+        token_ids = []
+        for place, (prompt, p) in enumerate(zip(prompts, each, strict=True)):
+            try:
+                token_ids.append(self.encode(prompt))
+                self.check_params(p)
+                self.check_room(token_ids[-1], p)
+            except ValueError as error:
+                raise ValueError(f"prompt {place} of {len(prompts)} (counted from 0): {error}") from None
         request_ids = [self.add_request(ids, p) for ids, p in zip(token_ids, each, strict=True)]
         mine: dict[int, list[Completion]] = {request_id: [] for request_id in request_ids}
         num_left = sum(p.n for p in each)
@@ -346,7 +353,10 @@ class Engine:
         ]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
-        """Complete one prompt piece by piece; the deltas' texts joined are the completion's text."""
+        """Complete one prompt piece by piece; the deltas' texts joined are the completion's text.
+
+        Raises FloatingPointError behind the last piece where the completion's `error` would stand.
+        """
         if self.tokenizer is None:
             raise ValueError("this engine has no tokenizer to stream text with")
         if params is not None and params.n > 1:
@@ -372,6 +382,8 @@ class Engine:
                         text += detokenizer.finish()
                 if token_ids:
                     yield Delta(text, token_ids)
+            if sequence.error is not None:
+                raise FloatingPointError(sequence.error)
         finally:
             if request_id in self._unfinished:
                 self.abort(request_id)
@@ -390,6 +402,7 @@ class Engine:
             stop_reason=sequence.stop_reason,
             logprobs=None if sequence.params.logprobs is None else sequence.logprobs,
             stats=sequence.stats,
+            error=sequence.error,
         )
 
     def _text(self, sequence: Sequence) -> str | None:

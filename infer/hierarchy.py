@@ -14,24 +14,16 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from .logits_reader import Rows, read_logits
 from .model_runner import ModelRunner
 from .policy import FixedPolicy, Policy, updated_share
-from .sampling import draw, gumbel_noise, to_probs
-from .sequence import Logprob, Proposal, Sequence
+from .sampling import draw
+from .sequence import Chunk, Logprob, Proposal, Sequence
 from .verify import verify_by_equality, verify_by_rejection
-
-
-class Rows(NamedTuple):
-    """What a level says at some positions, for one sequence."""
-
-    ids: Tensor | None  # [R] int64, its choice, where the rule is equality
-    probs: Tensor | None  # [R, V] float32, where the rule is rejection
-    confidence: Tensor | None = None  # [R] float32, the highest probability of each row, where a policy asks
 
 
 class Hierarchy:
@@ -42,21 +34,28 @@ class Hierarchy:
         self._policies = policies
         self._generator = generator
         self._top = len(runner.levels) - 1
+        self._vocab_size = runner.model.backbone.vocab_size
         self._asks_confidence = not all(isinstance(policy, FixedPolicy) for policy in policies)
 
-    def prefill(self, sequences: list[Sequence]) -> None:
-        """Read the committed tokens of fresh sequences and commit one more for each."""
+    def prefill(self, chunks: list[Chunk]) -> None:
+        """Read committed tokens; commit one more for each sequence that is then read to its end."""
         start = time.perf_counter()
-        logits = self._runner.prefill(sequences)
-        ends = [len(sequence.token_ids) for sequence in sequences]
-        bounds = [(end - 1, end) for end in ends]
-        rows = self._read(logits, sequences, bounds, vocab_ids=None)
-        _, next_ids = self._verify_rows(sequences, [[] for _ in sequences], rows)
-        seconds = (time.perf_counter() - start) / len(sequences)
-        for sequence, row, token_id in zip(sequences, logits, next_ids, strict=True):
-            _commit(sequence, [token_id], row.unsqueeze(0))
-            sequence.stats.num_prefills += 1
-            sequence.stats.prefill_seconds += seconds
+        sequences = [chunk.sequence for chunk in chunks if chunk.stop == len(chunk.sequence.token_ids)]
+        logits = self._runner.prefill(chunks)
+        if logits is not None:
+            bounds = [(len(sequence.token_ids) - 1, len(sequence.token_ids)) for sequence in sequences]
+            rows = read_logits(logits, sequences, bounds, self._vocab_size)
+            _, next_ids = self._verify_rows(sequences, [[] for _ in sequences], rows)
+            for sequence, row, token_id, part in zip(sequences, rows, next_ids, logits.split(1), strict=True):
+                sequence.is_read = True
+                if row.first_failure is not None:
+                    sequence.fail()
+                    continue
+                _commit(sequence, [token_id], part)
+                sequence.stats.num_prefills += 1
+        seconds = (time.perf_counter() - start) / sum(chunk.stop - chunk.start for chunk in chunks)
+        for chunk in chunks:
+            chunk.sequence.stats.prefill_seconds += seconds * (chunk.stop - chunk.start)
 
     def round(self, sequences: list[Sequence]) -> None:
         """Commit at least one token for each sequence."""
@@ -104,6 +103,11 @@ class Hierarchy:
             accepted, next_ids = self._verify_rows(sequences, drafts, rows)
         name = self._runner.levels[level].name
         for b, sequence in enumerate(sequences):
+            # A row that decided nothing, because a draft before it was rejected, may be anything.
+            failure = rows[b].first_failure if level == self._top else None
+            has_failed = failure is not None and failure <= accepted[b]
+            if failure is not None and has_failed:
+                accepted[b] = failure
             kept = [proposal.token_id for proposal in drafts[b][: accepted[b]]] + [next_ids[b]]
             sequence.stats.levels[name].count_verification(len(drafts[b]), accepted[b])
             if level > 0:
@@ -112,75 +116,44 @@ class Hierarchy:
             sequence.rollback(starts[b] + accepted[b] + 1, level)
             drafts[b].clear()
             if level == self._top:
-                _commit(sequence, kept, logits[b])
+                _commit(sequence, kept[:-1] if has_failed else kept, logits[b])
+                if has_failed and sequence.finish_reason is None:
+                    sequence.fail()
             else:
                 sequence.proposed[level].extend(_proposals(kept, rows[b]))
 
-    def _score(self, level: int, sequences: list[Sequence], starts: list[int]) -> tuple[tuple[Tensor, ...], list[Rows]]:
+    def _score(self, level: int, sequences: list[Sequence], starts: list[int]) -> tuple[list[Tensor], list[Rows]]:
         """Logits and what they say, for each sequence, at the positions from `starts` to the newest."""
         logits = self._runner.score(level, sequences, starts)
         bounds = [(start, sequence.num_known) for sequence, start in zip(sequences, starts, strict=True)]
-        rows = self._read(logits, sequences, bounds, self._runner.vocab_ids(level))
-        counts = [stop - start for start, stop in bounds]
-        if self._asks_confidence and level < self._top:
-            confidence = logits.float().softmax(-1).amax(-1).split(counts)
-            rows = [row._replace(confidence=sure) for row, sure in zip(rows, confidence, strict=True)]
-        return logits.split(counts), rows
+        parts = list(logits.split([stop - start for start, stop in bounds]))
+        vocab_ids = self._runner.vocab_ids(level)
+        asks_confidence = self._asks_confidence and level < self._top
+        rows = read_logits(logits, sequences, bounds, self._vocab_size, vocab_ids, asks_confidence=asks_confidence)
+        if level == self._top:
+            for b, sequence in enumerate(sequences):
+                if rows[b].first_failure is not None and len(parts[b]) > 1:
+                    parts[b] = self._score_one_by_one(sequence)
+                    (rows[b],) = read_logits(parts[b], [sequence], [bounds[b]], self._vocab_size)
+        return parts, rows
 
-    def _read(
-        self,
-        logits: Tensor,  # [R, V or V_d]
-        sequences: list[Sequence],
-        bounds: list[tuple[int, int]],  # positions of each sequence's rows
-        vocab_ids: Tensor | None,  # [V_d], where the rows score a draft vocabulary
-    ) -> list[Rows]:
-        """Apply each sequence's sampling parameters to its rows."""
-        counts = [stop - start for start, stop in bounds]
-        if any(sequence.logits_processor is not None for sequence in sequences):
-            logits = _process(logits, sequences, bounds, vocab_ids)
-        # Of equal logits the lowest id, as by argmax, which takes four times as long.
-        ids = logits.max(-1).indices
-        ids = ids if vocab_ids is None else vocab_ids[ids]
-        if all(sequence.params.is_greedy for sequence in sequences):
-            return [Rows(part, None) for part in ids.split(counts)]
-        probs = self._probs(logits, sequences, counts, vocab_ids)
+    def _score_one_by_one(self, sequence: Sequence) -> Tensor:  # [K + 1, V]
+        """The target's rows for its drafted tokens, computed anew without looking at any token ahead of time.
+
+        Attention gives masked positions the weight 0, and 0 times NaN is NaN: one drafted token for which the base
+        has no finite states would spoil the rows of all before it, which plain decoding computes without it.
+        """
+        drafts = sequence.proposed[-1]
+        held_back = list(drafts)
+        drafts.clear()
+        sequence.rollback(sequence.num_known - 1, self._top)
         rows = []
-        for sequence, bound, part, greedy_ids in zip(
-            sequences, bounds, probs.split(counts), ids.split(counts), strict=True
-        ):
-            if sequence.params.is_greedy:
-                rows.append(Rows(greedy_ids, None))
-            elif sequence.uses_rejection:
-                rows.append(Rows(None, part))
-            else:
-                # The row at position t chooses the token at position t + 1.
-                noise = torch.stack([self._noise(sequence, position + 1) for position in range(*bound)])
-                rows.append(Rows((part.log() + noise.to(part.device)).argmax(-1), None))
-        return rows
-
-    def _probs(
-        self, logits: Tensor, sequences: list[Sequence], counts: list[int], vocab_ids: Tensor | None
-    ) -> Tensor:  # [R, V]; rows of greedy sequences mean nothing
-        params = [sequence.params for sequence, count in zip(sequences, counts, strict=True) for _ in range(count)]
-        device = logits.device
-        probs = to_probs(
-            logits,
-            torch.tensor([1.0 if each.is_greedy else each.temperature for each in params], device=device),
-            torch.tensor([each.top_k for each in params], device=device),
-            torch.tensor([each.top_p for each in params], device=device),
-            torch.tensor([each.min_p for each in params], device=device),
-        )
-        if vocab_ids is None:
-            return probs
-        full = torch.zeros(len(probs), self._runner.model.backbone.vocab_size, device=device)
-        return full.index_copy_(1, vocab_ids, probs)
-
-    def _noise(self, sequence: Sequence, position: int) -> Tensor:
-        if position not in sequence.noise:
-            assert sequence.params.seed is not None
-            vocab_size = self._runner.model.backbone.vocab_size
-            sequence.noise[position] = gumbel_noise(sequence.params.seed, sequence.index, position, vocab_size)
-        return sequence.noise[position]
+        for place in range(len(held_back) + 1):
+            drafts.extend(held_back[len(drafts) : place])
+            for level in range(self._top + 1):
+                self._runner.advance(level, [sequence])
+            rows.append(self._runner.score(self._top, [sequence], [sequence.num_known - 1]))
+        return torch.cat(rows)
 
     def _verify_rows(
         self,
@@ -232,27 +205,6 @@ def _proposals(token_ids: list[int], rows: Rows) -> list[Proposal]:
         Proposal(token_id, None if rows.probs is None else rows.probs[place], confidence[place])
         for place, token_id in enumerate(token_ids)
     ]
-
-
-def _process(
-    logits: Tensor,  # [R, V or V_d]
-    sequences: list[Sequence],
-    bounds: list[tuple[int, int]],  # positions of each sequence's rows
-    vocab_ids: Tensor | None,  # [V_d], where the rows score a draft vocabulary
-) -> Tensor:  # [R, V or V_d] float32
-    """Let every sequence's own processor change its rows."""
-    parts = list(logits.float().split([stop - start for start, stop in bounds]))
-    for b, sequence in enumerate(sequences):
-        if sequence.logits_processor is not None:
-            num_prompt = len(sequence.prompt_ids)
-            parts[b] = sequence.logits_processor(
-                parts[b],
-                sequence.known_ids(num_prompt),
-                len(sequence.token_ids) - num_prompt,
-                bounds[b][0],
-                vocab_ids,
-            )
-    return torch.cat(parts)
 
 
 def _commit(sequence: Sequence, token_ids: list[int], logits: Tensor) -> None:  # logits: [R, V], R >= len(token_ids)

@@ -3,6 +3,7 @@
 R rows; V vocabulary; V_d draft vocabulary.
 """
 
+from collections.abc import Collection
 from collections.abc import Sequence as Items
 
 import torch
@@ -22,7 +23,7 @@ class LogitsProcessor:
         self,
         params: SamplingParams,
         prompt_ids: Items[int],
-        end_ids: Items[int],  # tokens that end the text
+        end_ids: Collection[int],  # tokens that end the text
         vocab_size: int,
         device: torch.device,
     ) -> None:

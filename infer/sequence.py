@@ -12,7 +12,10 @@ from .policy import INITIAL_SHARE
 from .stats import Stats
 from .stop_strings import StopStrings
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "error"]
+
+MAX_OVERTAKEN = 8
+"""Requests that came later and may start before one that does not fit yet."""
 
 
 class Logprob(NamedTuple):
@@ -59,6 +62,12 @@ class Sequence:
     block_table: list[int] = field(default_factory=list)
     window_row: int = -1
     """This sequence's place in the buffers of hidden states, while it runs."""
+    arrival: int = -1
+    """Its number in the order of coming."""
+    patience: int = MAX_OVERTAKEN
+    """While it waits: later ones that may still start before it."""
+    is_read: bool = False
+    """Whether all committed tokens have been read, so that it decodes."""
     noise: dict[int, Tensor] = field(default_factory=dict)
     """By position, for a seeded request: see `gumbel_noise`."""
     logits_processor: LogitsProcessor | None = None
@@ -68,6 +77,8 @@ class Sequence:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     """The end token or the stop string that ended the text."""
+    error: str | None = None
+    """Why it failed, where `finish_reason` is `error`."""
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_ids)
@@ -77,6 +88,11 @@ class Sequence:
     def output_ids(self) -> list[int]:
         """The committed tokens behind the prompt."""
         return self.token_ids[len(self.prompt_ids) :]
+
+    @property
+    def num_unread(self) -> int:
+        """Committed tokens still to be read before it decodes."""
+        return 0 if self.is_read else len(self.token_ids) - self.num_computed[-1]
 
     @property
     def num_known(self) -> int:
@@ -132,10 +148,28 @@ class Sequence:
             del self.noise[position]
         return committed
 
+    def fail(self) -> None:
+        """End the text where the model gave no usable logits."""
+        self.finish_reason = "error"
+        self.error = (
+            f"the model's logits for the token at position {len(self.token_ids)} (prompt included, counted from 0) are "
+            "NaN or infinite; a wider dtype such as float32 may help"
+        )
+
     def restart(self) -> None:
-        """Forget all that was computed, as after a preemption; committed tokens stay."""
+        """Forget all that was computed, as after a preemption; committed tokens stay, and it is read first again."""
+        self.is_read = False
+        self.patience = 0
         self.num_computed = [0] * len(self.num_computed)
         self.num_head_computed = [0] * len(self.num_head_computed)
         self.window_row = -1
         for level in self.proposed:
             level.clear()
+
+
+class Chunk(NamedTuple):
+    """Committed tokens that are read in one step: positions `[start, stop)`."""
+
+    sequence: Sequence
+    start: int
+    stop: int
