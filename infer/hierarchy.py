@@ -114,6 +114,8 @@ class Hierarchy:
                 share = sequence.kept_shares[level - 1]
                 sequence.kept_shares[level - 1] = updated_share(share, len(drafts[b]), accepted[b])
             sequence.rollback(starts[b] + accepted[b] + 1, level)
+            if rows[b].first_failure is not None:
+                self._runner.erase_stale(sequence)
             drafts[b].clear()
             if level == self._top:
                 _commit(sequence, kept[:-1] if has_failed else kept, logits[b])
@@ -147,6 +149,7 @@ class Hierarchy:
         held_back = list(drafts)
         drafts.clear()
         sequence.rollback(sequence.num_known - 1, self._top)
+        self._runner.erase_stale(sequence)
         rows = []
         for place in range(len(held_back) + 1):
             drafts.extend(held_back[len(drafts) : place])

@@ -38,6 +38,13 @@ class KVCache:
         for pool in (self.keys[layer], self.values[layer]):
             pool.view(-1, self.block_size, *pool.shape[1:]).index_fill_(0, blocks, 0)
 
+    def erase(self, block_table: list[int], start: int) -> None:
+        """Fill all of a sequence's slots from position `start` on with zeros, at every layer."""
+        size = self.block_size
+        slots = [block_table[place // size] * size + place % size for place in range(start, len(block_table) * size)]
+        for pool in (*self.keys, *self.values):
+            pool[slots] = 0
+
     def read(self, layer: int, place: slice | Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values, `[1, T, Hkv, Dh]` each for a slice of T slots (a view), `[B, n * S, Hkv, Dh]` for
         `[B, n]` blocks."""

@@ -112,6 +112,11 @@ class ModelRunner:
             sequence.stats.levels[level.name].num_layer_passes += passes
 
     @torch.inference_mode()
+    def erase_stale(self, sequence: Sequence) -> None:
+        """Forget keys and values behind all that stands: NaN among them would reach others through its mask."""
+        self._kv_cache.erase(sequence.block_table, max(sequence.num_computed))
+
+    @torch.inference_mode()
     def score(self, index: int, sequences: list[Sequence], starts: Items[int]) -> Tensor:
         """Logits of level `index` at positions `[starts[b], known)` of each sequence, packed: `[T, V or V_d]`.
 

@@ -86,10 +86,10 @@ def test_pieces_leave_what_whole_reading_leaves(model, alone, size):
     for max_prefill_tokens in (size, 64):
         engine = Engine(model, block_size=4, num_blocks=80, max_prefill_tokens=max_prefill_tokens)
         mate_id = engine.add_request(mate, params_of(150))
-        while not engine._unfinished[mate_id].is_read:
+        while not engine._unfinished[mate_id][0].is_read:
             engine.step()
-        decoding = engine._unfinished[mate_id]
-        sequence = engine._unfinished[engine.add_request(long, params_of(MAX_NEW_TOKENS))]
+        (decoding,) = engine._unfinished[mate_id]
+        (sequence,) = engine._unfinished[engine.add_request(long, params_of(MAX_NEW_TOKENS))]
         num_steps = 0
         while not sequence.is_read:
             before = len(decoding.token_ids)
@@ -179,12 +179,12 @@ def test_what_stands_after_a_rollback_is_what_reading_gives(
     for _ in range(num_steps):
         engine.step()
     for request_id in ids:
-        sequence = engine._unfinished[request_id]
+        (sequence,) = engine._unfinished[request_id]
         num_computed = len(sequence.token_ids) - 1
         assert sequence.num_computed[-1] == num_computed >= max(sequence.num_computed)
         assert not any(sequence.proposed)
         fresh = Engine(model, method="autoregressive", block_size=4, num_blocks=64)
-        again = fresh._unfinished[fresh.add_request(sequence.token_ids, params_of(9))]
+        (again,) = fresh._unfinished[fresh.add_request(sequence.token_ids, params_of(9))]
         fresh.step()
         torch.testing.assert_close(
             cached(engine, sequence, num_computed, 4), cached(fresh, again, num_computed, 4), rtol=1e-4, atol=1e-4
@@ -196,7 +196,7 @@ def test_two_hundred_requests_through_a_pool_for_ten(model, alone):
     engine = Engine(model, num_blocks=70, block_size=4, max_num_seqs=16, max_prefill_tokens=32)
     requests = [(rng.randrange(len(PROMPTS)), rng.randint(1, MAX_NEW_TOKENS)) for _ in range(200)]
     ids = [engine.add_request(PROMPTS[place], params_of(num_tokens)) for place, num_tokens in requests]
-    sequences = [weakref.ref(engine._unfinished[request_id]) for request_id in ids]
+    sequences = [weakref.ref(engine._unfinished[request_id][0]) for request_id in ids]
     finished, most_running, num_bytes = {}, 0, []
     while engine.has_unfinished:
         finished |= {completion.request_id: completion.token_ids for completion in engine.step()}
