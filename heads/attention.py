@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 MAX_CAPPED_QUERIES = 1024
-"""At most so many queries are scored at once where scores are capped, so that memory grows with S and not with Q * S."""
+"""At most so many queries are scored at once where scores are capped: memory grows with S, not with Q * S."""
 
 
 class DenseAttention:

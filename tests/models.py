@@ -25,7 +25,8 @@ GROUPED = SIZES | {"num_key_value_heads": 2, "intermediate_size": 64}
 
 
 WINDOW = {"sliding_window": 8}
-GEMMA = GROUPED | WINDOW | {"head_dim": 16, "query_pre_attn_scalar": 8, "final_logit_softcapping": 4.0}
+UNTIED = {"tie_word_embeddings": False}  # tied random models say the same token again and again
+GEMMA = GROUPED | UNTIED | WINDOW | {"head_dim": 16, "query_pre_attn_scalar": 8, "final_logit_softcapping": 4.0}
 LAYER_TYPES = {"layer_types": ["sliding_attention", "full_attention"] * 3}
 EXPERTS = {"num_experts_per_tok": 2, "head_dim": 16}
 
@@ -49,7 +50,7 @@ BASES: dict[str, tuple[str, dict[str, object]]] = {
             }
         },
     ),
-    "gpt2": ("gpt2", SIZES | {"scale_attn_by_inverse_layer_idx": True}),
+    "gpt2": ("gpt2", SIZES | UNTIED | {"scale_attn_by_inverse_layer_idx": True}),
     "gpt-neox": ("gpt_neox", SIZES | {"intermediate_size": 64, "rope_parameters": {"partial_rotary_factor": 0.5}}),
     "gpt-neox-serial": ("gpt_neox", SIZES | {"intermediate_size": 64, "use_parallel_residual": False}),
     "phi": ("phi", GROUPED | {"qk_layernorm": True, "rope_parameters": {"partial_rotary_factor": 0.5}}),
