@@ -170,8 +170,8 @@ class Backbone:
             return nn.LayerNorm(self.hidden_size, dtype=self.dtype, device=self.device)
         return copy.deepcopy(norm).requires_grad_(True)
 
-    def _rotary_type(self, layer: nn.Module) -> str | None:
-        return layer.self_attn.layer_type if self.parts.rotary_by_layer_type else None
+    def _rotary_type(self, layer: Any) -> str | None:
+        return str(layer.self_attn.layer_type) if self.parts.rotary_by_layer_type else None
 
     def _rotary(self, hidden: Tensor, positions: Tensor, layer_type: str | None) -> Any:
         if self.parts.rotary is None:

@@ -71,7 +71,10 @@ BASES: dict[str, tuple[str, dict[str, object]]] = {
     "mixtral": ("mixtral", GROUPED | WINDOW | EXPERTS | {"num_local_experts": 4}),
     "qwen3-moe": (
         "qwen3_moe",
-        GROUPED | EXPERTS | {"num_experts": 4, "moe_intermediate_size": 32, "mlp_only_layers": [1]},
+        GROUPED
+        | WINDOW
+        | EXPERTS
+        | {"use_sliding_window": True, "num_experts": 4, "moe_intermediate_size": 32, "mlp_only_layers": [1]},
     ),
 }
 """For each architecture and variant its `model_type` and a config in which everything that it can apply bites."""

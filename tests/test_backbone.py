@@ -23,6 +23,16 @@ def test_ranges_of_layers_equal_the_forward(any_base, cuts):
     torch.testing.assert_close(logits, any_base(token_ids.unsqueeze(0)).logits, rtol=1e-4, atol=1e-4)
 
 
+def test_packed_weights_equal_the_forward(any_base):
+    backbone = Backbone(any_base)
+    backbone.pack_weights()
+    token_ids, positions = torch.arange(3, 15), torch.arange(12)
+    with torch.inference_mode():
+        hidden = backbone.run_layers(backbone.embed(token_ids, positions), 0, 6, positions, DenseAttention([12]))
+        logits = backbone.logits(backbone.final_norm(hidden))
+    torch.testing.assert_close(logits, any_base(token_ids.unsqueeze(0)).logits, rtol=1e-4, atol=1e-4)
+
+
 def test_sequences_side_by_side_do_not_see_each_other(any_base):
     backbone = Backbone(any_base)
     token_ids = torch.randint(3, 64, (17,), generator=torch.Generator().manual_seed(1))
