@@ -124,7 +124,8 @@ class Hierarchy:
     ) -> list[Rows]:
         """Apply each sequence's sampling parameters to its rows."""
         counts = [stop - start for start, stop in bounds]
-        ids = logits.argmax(-1)
+        # Of equal logits the lowest id, as by argmax, which takes four times as long.
+        ids = logits.max(-1).indices
         ids = ids if vocab_ids is None else vocab_ids[ids]
         if all(sequence.params.is_greedy for sequence in sequences):
             return [Rows(part, None) for part in ids.split(counts)]
