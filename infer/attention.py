@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..heads import capped_attention
 from .kv_cache import KVCache
 
 MAX_PADDED = 16
@@ -60,20 +61,19 @@ class PagedAttention:
         softcap: float | None,
     ) -> Tensor:  # [T, H, Dh]
         """See `Attend`."""
-        assert softcap is None, "no supported architecture caps its attention scores"
         if self._new_blocks is not None:
             self._kv_cache.clear(kv_layer, self._new_blocks)
         self._kv_cache.write(kv_layer, self._slots, key, value)
         if len(self._groups) == 1 and isinstance(self._groups[0].rows, slice):
-            return self._attend(0, kv_layer, query, scaling, window).reshape(query.shape)
+            return self._attend(0, kv_layer, query, scaling, window, softcap).reshape(query.shape)
         output = torch.empty_like(query)
         for index, group in enumerate(self._groups):
-            attended = self._attend(index, kv_layer, query[group.rows], scaling, window)
+            attended = self._attend(index, kv_layer, query[group.rows], scaling, window, softcap)
             output[group.rows] = attended.reshape(-1, *query.shape[1:])
         return output
 
     def _attend(
-        self, index: int, kv_layer: int, query: Tensor, scaling: float, window: int | None
+        self, index: int, kv_layer: int, query: Tensor, scaling: float, window: int | None, softcap: float | None
     ) -> Tensor:  # [B, Q, H, Dh]
         group = self._groups[index]
         num_seqs, num_queries = len(group.spans), group.num_queries
@@ -81,7 +81,8 @@ class PagedAttention:
         keys, values = keys.transpose(1, 2), values.transpose(1, 2)  # [B, Hkv, S, Dh]
         num_heads, num_kv_heads, num_keys = query.shape[1], keys.shape[1], keys.shape[2]
         query = query.reshape(num_seqs, num_queries, num_heads, -1).transpose(1, 2)
-        if num_seqs == 1 and num_queries == num_keys > 1 and (window is None or num_keys <= window):
+        is_whole = num_seqs == 1 and num_queries == num_keys > 1 and (window is None or num_keys <= window)
+        if is_whole and softcap is None:
             output = F.scaled_dot_product_attention(
                 query, keys, values, is_causal=True, scale=scaling, enable_gqa=num_heads > num_kv_heads
             )
@@ -90,7 +91,10 @@ class PagedAttention:
         groups = num_heads // num_kv_heads
         folded = query.reshape(num_seqs, num_kv_heads, groups * num_queries, -1)
         mask = self._mask(index, window, groups, num_keys)
-        output = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scaling)
+        if softcap is None:
+            output = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scaling)
+        else:
+            output = capped_attention(folded, keys, values, mask, scaling=scaling, softcap=softcap)
         return output.reshape(num_seqs, num_heads, num_queries, -1).transpose(1, 2)
 
     def _mask(self, index: int, window: int | None, groups: int, num_keys: int) -> Tensor | None:  # [B, 1, G * Q, S]
