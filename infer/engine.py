@@ -6,20 +6,22 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 import torch
 from jinja2 import TemplateError
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation.streamers import BaseStreamer
 
 from ..checkpoints import load_adapter, load_base, shipped_adapter
 from ..heads import EarlyExitModel
 from ..recipes import resolve_model
 from .block_manager import BlockManager
 from .config import EngineConfig, SamplingParams
-from .detokenizer import Detokenizer, decode
+from .detokenizer import decode
+from .follower import Delta, Follower, StreamerFeed
 from .hierarchy import Hierarchy
 from .kv_cache import KVCache, bytes_per_token
 from .model_runner import Level, ModelRunner
@@ -48,15 +50,11 @@ class Completion:
     """The generated tokens as text, without special tokens; None for an engine without a tokenizer."""
     finish_reason: FinishReason
     """`stop`: the text ended; `length`: the limit or the context was reached."""
+    origins: list[str]
+    """For each generated token the level whose own choice it was: a drafted token that all levels kept is `draft`'s,
+    a recovered or bonus token that of the level which added it, the first one after a prompt `target`'s."""
     stats: Stats
     """What this generation took."""
-
-
-class Delta(NamedTuple):
-    """What one step added to a streamed generation."""
-
-    text: str
-    token_ids: list[int]
 
 
 class Engine:
@@ -107,7 +105,7 @@ class Engine:
         )
         self._request_ids = itertools.count()
         self._unfinished: dict[int, Sequence] = {}
-        self._streamed: set[int] = set()
+        self._followers: dict[int, Follower] = {}
         # Finished while `generate` or `stream` ran for somebody else; the next `step` returns them.
         self._undelivered: list[Completion] = []
         self.stats = Stats.of_levels(self._level_names)
@@ -208,13 +206,28 @@ class Engine:
         if request_id not in self._unfinished:
             raise ValueError(f"there is no unfinished request {request_id}")
         self._scheduler.finish(self._unfinished.pop(request_id))
-        self._streamed.discard(request_id)
+        self._followers.pop(request_id, None)
 
     def step(self) -> list[Completion]:
         """Read in what was admitted and run one round for the others; returns what finished."""
-        self._undelivered.extend(self._advance())
+        self.advance()
         completions, self._undelivered = self._undelivered, []
         return completions
+
+    def follow(self, request_id: int) -> Follower:
+        """Watch an unfinished request grow; its completion then goes to the follower, and `step` does not return it.
+
+        ValueError if there is no unfinished request of this id.
+        """
+        if request_id not in self._unfinished:
+            raise ValueError(f"there is no unfinished request {request_id}")
+        follower = Follower(self._unfinished[request_id], self._level_names, self.tokenizer)
+        self._followers[request_id] = follower
+        return follower
+
+    def advance(self) -> None:
+        """Do the work of `step`; what finished and nobody follows waits for the next `step`."""
+        self._undelivered.extend(self._advance())
 
     def _advance(self) -> list[Completion]:
         prefill, decoding = self._scheduler.schedule()
@@ -231,7 +244,7 @@ class Engine:
         return self._collect(prefill + decoding)
 
     def _collect(self, sequences: list[Sequence]) -> list[Completion]:
-        """Take out what is finished; the completions that nobody streams."""
+        """Take out what is finished; the completions that nobody follows."""
         completions = []
         for sequence in sequences:
             if sequence.finish_reason is None:
@@ -240,10 +253,11 @@ class Engine:
             self._scheduler.finish(sequence)
             del self._unfinished[sequence.request_id]
             completion = self._complete(sequence)
-            if sequence.request_id in self._streamed:
-                self._streamed.remove(sequence.request_id)
-            else:
+            follower = self._followers.pop(sequence.request_id, None)
+            if follower is None:
                 completions.append(completion)
+            else:
+                follower.completion = completion
         return completions
 
     def generate(
@@ -252,14 +266,20 @@ class Engine:
         params: SamplingParams | Items[SamplingParams] | None = None,
         *,
         progress: bool = False,
+        streamer: BaseStreamer | None = None,
     ) -> list[Completion]:
         """Complete all prompts; the results stand in the order of the prompts.
 
-        `params`: one for all, or one for each. Raises ValueError for the first prompt that cannot be served, before
-        any is.
+        `params`: one for all, or one for each. `streamer`: one of transformers', for a single prompt; it is given the
+        prompt's tokens `[1, N]`, then the new tokens `[K]` of each round, then its end. Raises ValueError for the
+        first prompt that cannot be served, before any is.
         """
         if isinstance(prompts, str):
             raise ValueError("prompts is a string; give a list of prompts")
+        if streamer is not None and len(prompts) != 1:
+            raise ValueError(
+                f"a streamer takes one prompt at a time, and there are {len(prompts)}; give one, or use `stream` for each"
+            )
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(prompts)
         each = list(params)
@@ -271,8 +291,11 @@ class Engine:
         request_ids = [self.add_request(ids, p) for ids, p in zip(token_ids, each, strict=True)]
         mine = dict.fromkeys(request_ids)
         num_left = len(mine)
+        feed = None
         with tqdm(total=len(prompts), unit="prompt", disable=not progress) as bar:
             try:
+                if streamer is not None:
+                    feed = StreamerFeed(streamer, self._unfinished[request_ids[0]], self._level_names)
                 while num_left:
                     for completion in self._advance():
                         if completion.request_id in mine:
@@ -281,6 +304,8 @@ class Engine:
                             bar.update()
                         else:
                             self._undelivered.append(completion)
+                    if feed is not None:
+                        feed.update()
             finally:
                 for request_id in mine.keys() & self._unfinished.keys():
                     self.abort(request_id)
@@ -291,22 +316,15 @@ class Engine:
         if self.tokenizer is None:
             raise ValueError("this engine has no tokenizer to stream text with")
         request_id = self.add_request(prompt, params)
-        self._streamed.add(request_id)
-        sequence = self._unfinished[request_id]
-        detokenizer = Detokenizer(self.tokenizer)
-        num_sent = 0
+        follower = self.follow(request_id)
         try:
-            # Others that run at the same time may bring this sequence forward too.
-            while num_sent < len(sequence.output_ids) or sequence.finish_reason is None:
-                if num_sent == len(sequence.output_ids):
-                    self._undelivered.extend(self._advance())
-                token_ids = sequence.output_ids[num_sent:]
-                num_sent += len(token_ids)
-                text = detokenizer.push(token_ids)
-                if sequence.finish_reason is not None:
-                    text += detokenizer.finish()
-                if token_ids:
-                    yield Delta(text, token_ids)
+            while True:
+                # Others that run at the same time may bring this sequence forward too.
+                while (delta := follower.read()) is None:
+                    self.advance()
+                yield delta
+                if delta.finish_reason is not None:
+                    return
         finally:
             if request_id in self._unfinished:
                 self.abort(request_id)
@@ -321,6 +339,7 @@ class Engine:
             token_ids=output_ids,
             text=None if self.tokenizer is None else decode(self.tokenizer, output_ids),
             finish_reason=sequence.finish_reason,
+            origins=[self._level_names[origin] for origin in sequence.origins],
             stats=sequence.stats,
         )
 

@@ -49,7 +49,7 @@ class Hierarchy:
         _, next_ids = self._verify_rows(sequences, [[] for _ in sequences], rows)
         seconds = (time.perf_counter() - start) / len(sequences)
         for sequence, token_id in zip(sequences, next_ids, strict=True):
-            sequence.commit([token_id])
+            sequence.origins += [self._top] * len(sequence.commit([token_id]))
             sequence.stats.num_prefills += 1
             sequence.stats.prefill_seconds += seconds
 
@@ -78,7 +78,7 @@ class Hierarchy:
             rows = self._score(0, sequences, newest)
             _, token_ids = self._verify_rows(sequences, [[] for _ in sequences], rows)
             for sequence, row, token_id in zip(sequences, rows, token_ids, strict=True):
-                sequence.proposed[0].append(Proposal(token_id, None if row.probs is None else row.probs[0]))
+                sequence.proposed[0].append(Proposal(token_id, None if row.probs is None else row.probs[0], origin=0))
                 sequence.stats.levels[self._runner.levels[0].name].num_rounds += 1
 
     def _verify(self, level: int, sequences: list[Sequence]) -> None:
@@ -99,15 +99,17 @@ class Hierarchy:
         name = self._runner.levels[level].name
         for b, sequence in enumerate(sequences):
             kept = [proposal.token_id for proposal in drafts[b][: accepted[b]]] + [next_ids[b]]
+            origins = [proposal.origin for proposal in drafts[b][: accepted[b]]] + [level]
             sequence.stats.levels[name].count_verification(len(drafts[b]), accepted[b])
             sequence.rollback(starts[b] + accepted[b] + 1, level)
             drafts[b].clear()
             if level == self._top:
-                sequence.commit(kept)
+                sequence.origins += origins[: len(sequence.commit(kept))]
             else:
                 probs = rows[b].probs
                 sequence.proposed[level].extend(
-                    Proposal(token_id, None if probs is None else probs[place]) for place, token_id in enumerate(kept)
+                    Proposal(token_id, None if probs is None else probs[place], origin)
+                    for place, (token_id, origin) in enumerate(zip(kept, origins, strict=True))
                 )
 
     def _score(self, level: int, sequences: list[Sequence], starts: list[int]) -> list[Rows]:
