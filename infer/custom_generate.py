@@ -55,7 +55,7 @@ OTHERWISE_HONOURED = {
     *("max_time", "stop_strings", "return_dict_in_generate", "token_healing"),
 }
 WITHOUT_EFFECT = {
-    # Names and origins; how `generate` computes, not what; settings of beams and assistants, which are refused themselves.
+    # Names; how `generate` computes, not what; settings of beams and assistants, which are refused themselves.
     *("bos_token_id", "decoder_start_token_id", "transformers_version", "is_assistant", "use_cache", "max_cache_len"),
     *("cache_config", "compile_config", "disable_compile", "prefill_chunk_size", "early_stopping", "length_penalty"),
     *("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"),

@@ -167,10 +167,18 @@ class Engine:
             )
         return token_ids
 
-    def encode_turn(self, text: str) -> list[int]:
-        """Token ids of a user's turn, by the chat template; of the plain text where the model has none."""
+    def encode_turn(self, text: str, system: str | None = None) -> list[int]:
+        """Token ids of a user's turn, by the chat template; of the plain text where the model has none.
+
+        `system` is a system message before it; ValueError where there is no template to put it in.
+        """
         has_template = self.tokenizer is not None and self.tokenizer.chat_template is not None
-        return self.encode([{"role": "user", "content": text}] if has_template and text else text)
+        if system is not None and not has_template:
+            raise ValueError("this model has no chat template, so a system message has no place; leave it out")
+        turn = [{"role": "user", "content": text}]
+        if system is not None:
+            turn.insert(0, {"role": "system", "content": system})
+        return self.encode(turn if has_template and text else text)
 
     def check_room(self, prompt_ids: Items[int], params: SamplingParams) -> None:
         """Raise ValueError where the KV cache could never hold this request."""
@@ -278,7 +286,7 @@ class Engine:
             raise ValueError("prompts is a string; give a list of prompts")
         if streamer is not None and len(prompts) != 1:
             raise ValueError(
-                f"a streamer takes one prompt at a time, and there are {len(prompts)}; give one, or use `stream` for each"
+                f"a streamer takes one prompt at a time, and there are {len(prompts)}; give one, or `stream` each"
             )
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(prompts)

@@ -37,7 +37,7 @@ class Follower:
         self._level_names = level_names
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
         self._num_read = 0
-        self.completion: "Completion | None" = None
+        self.completion: Completion | None = None
         """Set when the generation has finished."""
 
     @property

@@ -128,7 +128,7 @@ def test_what_the_user_can_mend_is_one_sentence_and_exit_code_2(places, capfd, c
 
 def test_no_prompt_at_all(places, capsys):
     assert main(places[1]) == 2
-    assert "there is no prompt; give --prompt TEXT or --input FILE" in capsys.readouterr().err
+    assert "there is no prompt; give --prompt TEXT, --input FILE or --chat" in capsys.readouterr().err
 
 
 def test_it_runs_as_a_module(places):
