@@ -80,6 +80,8 @@ def hispec_generate(engine: Engine) -> Callable[..., Tensor | GenerateDecoderOnl
         stopping_criteria: StoppingCriteriaList,
         generation_config: GenerationConfig,
         streamer: BaseStreamer | None = None,
+        # Named here, it comes to us; otherwise `generate` asks for a tokenizer that it has already put away.
+        stop_strings: str | list[str] | None = None,
         **model_kwargs: Any,
     ) -> Tensor | GenerateDecoderOnlyOutput:  # [B, T + new] int64
         # Transformers drops these two on the way to a callable: only in its own frame are they to be seen.
@@ -98,6 +100,10 @@ def hispec_generate(engine: Engine) -> Callable[..., Tensor | GenerateDecoderOnl
         options = sampling_options(generation_config, logits_processor) | length_options(stopping_criteria, input_ids)
         each = [SamplingParams(**options, **_seed(generation_config)) for _ in prompts]
         criteria = _other_criteria(stopping_criteria, len(prompts))
+        if stop_strings is not None:
+            if engine.tokenizer is None:
+                raise ValueError("stop strings need a tokenizer; make the engine with one")
+            criteria.append(StopStringCriteria(engine.tokenizer, stop_strings))
         rows = _run(engine, prompts, each, criteria, input_ids, streamer)
         sequences = _pad(input_ids, rows, generation_config)
         return (
@@ -134,10 +140,7 @@ def unpad(input_ids: Tensor, model_kwargs: dict[str, Any]) -> list[list[int]]:
     positions = model_kwargs.get("position_ids")
     if positions is not None and (positions != mask.cumsum(-1) - 1)[mask.bool()].any():
         raise _refusal("position_ids")
-    prompts = [ids[kept].tolist() for ids, kept in zip(input_ids, mask.bool(), strict=True)]
-    if not all(prompts):
-        raise ValueError("a prompt is empty; it needs at least one token")
-    return prompts
+    return [ids[kept].tolist() for ids, kept in zip(input_ids, mask.bool(), strict=True)]
 
 
 def sampling_options(config: GenerationConfig, processors: LogitsProcessorList) -> dict[str, Any]:
