@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -21,8 +21,8 @@ from transformers import (
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
-from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
+from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from .config import SamplingParams
 from .engine import Engine
@@ -98,17 +98,17 @@ def hispec_generate(engine: Engine) -> Callable[..., Tensor | GenerateDecoderOnl
         if streamer is not None and len(prompts) > 1:
             raise ValueError(f"a streamer takes one prompt at a time, and there are {len(prompts)}; give one")
         options = sampling_options(generation_config, logits_processor) | length_options(stopping_criteria, input_ids)
-        each = [SamplingParams(**options, **_seed(generation_config)) for _ in prompts]
+        each = [SamplingParams(**(options | _seed(generation_config))) for _ in prompts]
         criteria = _other_criteria(stopping_criteria, len(prompts))
         if stop_strings is not None:
             if engine.tokenizer is None:
                 raise ValueError("stop strings need a tokenizer; make the engine with one")
             criteria.append(StopStringCriteria(engine.tokenizer, stop_strings))
         rows = _run(engine, prompts, each, criteria, input_ids, streamer)
-        sequences = _pad(input_ids, rows, generation_config)
-        return (
-            GenerateDecoderOnlyOutput(sequences=sequences) if generation_config.return_dict_in_generate else sequences
-        )
+        sequences = cast(torch.LongTensor, _pad(input_ids, rows, generation_config))
+        if generation_config.return_dict_in_generate:
+            return GenerateDecoderOnlyOutput(sequences=sequences)
+        return sequences
 
     return generate
 
@@ -257,7 +257,7 @@ def _pad(input_ids: Tensor, rows: list[list[int]], config: GenerationConfig) -> 
     return torch.cat([input_ids, torch.tensor(filled, device=input_ids.device, dtype=input_ids.dtype)], dim=1)
 
 
-def _seed(config: GenerationConfig) -> dict[str, int]:
+def _seed(config: GenerationConfig) -> dict[str, Any]:
     return {"seed": int(torch.randint(2**62, ()))} if config.do_sample else {}
 
 

@@ -60,7 +60,10 @@ class Detokenizer:
 
     def _is_part_of_a_run(self, token_id: int) -> bool:
         assert self._special_ids is not None
-        return token_id in self._special_ids or _is_byte_token(self._tokenizer.convert_ids_to_tokens(token_id))
+        if token_id in self._special_ids:
+            return True
+        token = str(self._tokenizer.convert_ids_to_tokens(token_id))
+        return len(token) == len(LINE_FEED) and token.startswith("<0x") and token.endswith(">")
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, token_ids: Items[int]) -> str:
@@ -73,7 +76,3 @@ def decode(tokenizer: PreTrainedTokenizerBase, token_ids: Items[int]) -> str:
 def _special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """The ids that `decode` leaves out."""
     return frozenset(token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special)
-
-
-def _is_byte_token(token: str | None) -> bool:
-    return token is not None and len(token) == len(LINE_FEED) and token.startswith("<0x") and token.endswith(">")
