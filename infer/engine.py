@@ -6,20 +6,22 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 import torch
 from jinja2 import TemplateError
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation.streamers import BaseStreamer
 
 from ..checkpoints import load_adapter, load_base, shipped_adapter
 from ..heads import EarlyExitModel
 from ..recipes import resolve_model
 from .block_manager import BlockManager
 from .config import EngineConfig, SamplingParams
-from .detokenizer import Detokenizer, decode
+from .detokenizer import decode
+from .follower import Delta, Follower, StreamerFeed
 from .hierarchy import Hierarchy
 from .kv_cache import KVCache, bytes_per_token
 from .logits_processor import LogitsProcessor
@@ -56,19 +58,15 @@ class Completion:
     """`stop`: the text ended; `length`: the limit or the context was reached; `error`: see `error`."""
     stop_reason: int | str | None
     """The end token or the stop string that ended the text."""
+    origins: list[str]
+    """For each generated token the level whose own choice it was: a drafted token that all levels kept is `draft`'s,
+    a recovered or bonus token that of the level which added it, the first one after a prompt `target`'s."""
     logprobs: list[Logprob] | None
     """One for each token, where they were asked for."""
     stats: Stats
     """What this generation took."""
     error: str | None = None
     """At which position the model's logits were NaN or infinite; the tokens before it stand."""
-
-
-class Delta(NamedTuple):
-    """What one step added to a streamed generation."""
-
-    text: str
-    token_ids: list[int]
 
 
 class Engine:
@@ -119,7 +117,7 @@ class Engine:
         )
         self._request_ids = itertools.count()
         self._unfinished: dict[int, list[Sequence]] = {}
-        self._streamed: set[int] = set()
+        self._followers: dict[int, Follower] = {}
         # Finished while `generate` or `stream` ran for somebody else; the next `step` returns them.
         self._undelivered: list[Completion] = []
         self.stats = Stats.of_levels(self._level_names)
@@ -181,10 +179,18 @@ class Engine:
             )
         return token_ids
 
-    def encode_turn(self, text: str) -> list[int]:
-        """Token ids of a user's turn, by the chat template; of the plain text where the model has none."""
+    def encode_turn(self, text: str, system: str | None = None) -> list[int]:
+        """Token ids of a user's turn, by the chat template; of the plain text where the model has none.
+
+        `system` is a system message before it; ValueError where there is no template to put it in.
+        """
         has_template = self.tokenizer is not None and self.tokenizer.chat_template is not None
-        return self.encode([{"role": "user", "content": text}] if has_template and text else text)
+        if system is not None and not has_template:
+            raise ValueError("this model has no chat template, so a system message has no place; leave it out")
+        turn = [{"role": "user", "content": text}]
+        if system is not None:
+            turn.insert(0, {"role": "system", "content": system})
+        return self.encode(turn if has_template and text else text)
 
     def check_params(self, params: SamplingParams) -> None:
         """Raise ValueError for what this model or its tokenizer cannot serve."""
@@ -261,13 +267,31 @@ class Engine:
             raise ValueError(f"there is no unfinished request {request_id}")
         for sequence in self._unfinished.pop(request_id):
             self._scheduler.finish(sequence)
-        self._streamed.discard(request_id)
+        self._followers.pop(request_id, None)
 
     def step(self) -> list[Completion]:
         """Run one round for those that are read in, and read on for the others; returns what finished."""
-        self._undelivered.extend(self._advance())
+        self.advance()
         completions, self._undelivered = self._undelivered, []
         return completions
+
+    def follow(self, request_id: int) -> Follower:
+        """Watch an unfinished request grow; its completion then goes to the follower, and `step` does not return it.
+
+        ValueError if there is no unfinished request of this id.
+        """
+        if request_id not in self._unfinished:
+            raise ValueError(f"there is no unfinished request {request_id}")
+        texts = self._unfinished[request_id]
+        if texts[0].params.n > 1:
+            raise ValueError(f"request {request_id} is for {texts[0].params.n} texts, and only one can be followed")
+        follower = Follower(texts[0], self._level_names, self.tokenizer)
+        self._followers[request_id] = follower
+        return follower
+
+    def advance(self) -> None:
+        """Do the work of `step`; what finished and nobody follows waits for the next `step`."""
+        self._undelivered.extend(self._advance())
 
     def _advance(self) -> list[Completion]:
         chunks, decoding = self._scheduler.schedule()
@@ -285,7 +309,7 @@ class Engine:
         return self._collect(sequences)
 
     def _collect(self, sequences: list[Sequence]) -> list[Completion]:
-        """Take out what is finished; the completions that nobody streams."""
+        """Take out what is finished; the completions that nobody follows."""
         completions = []
         for sequence in sequences:
             if sequence.finish_reason is None:
@@ -297,10 +321,11 @@ class Engine:
             if not unfinished:
                 del self._unfinished[sequence.request_id]
             completion = self._complete(sequence)
-            if sequence.request_id in self._streamed:
-                self._streamed.remove(sequence.request_id)
-            else:
+            follower = self._followers.pop(sequence.request_id, None)
+            if follower is None:
                 completions.append(completion)
+            else:
+                follower.completion = completion
         return completions
 
     def generate(
@@ -309,11 +334,14 @@ class Engine:
         params: SamplingParams | Items[SamplingParams] | None = None,
         *,
         progress: bool = False,
+        streamer: BaseStreamer | None = None,
     ) -> list[Completion]:
         """Complete all prompts; the results stand in the order of the prompts, the `n` texts of each side by side.
 
-        `params`: one for all, or one for each. Raises ValueError for the first prompt that cannot be served, before
-        any is; what `add_request` queued is not touched by that and runs on in the next steps.
+        `params`: one for all, or one for each. `streamer`: one of transformers', for a single prompt; it is given the
+        prompt's tokens `[1, N]`, then the new tokens `[K]` of each round, then its end. Raises ValueError for the
+        first prompt that cannot be served, before any is; what `add_request` queued is not touched by that and runs
+        on in the next steps.
         """
         if isinstance(prompts, str):
             raise ValueError("prompts is a string; give a list of prompts")
@@ -322,6 +350,11 @@ class Engine:
         each = list(params)
         if len(each) != len(prompts):
             raise ValueError(f"there are {len(prompts)} prompts but {len(each)} sampling params; give one for each")
+        if streamer is not None and (len(prompts) != 1 or each[0].n > 1):
+            raise ValueError(
+                f"a streamer takes one prompt and one text at a time, and there are {len(prompts)} prompts; give one, "
+                "or `stream` each"
+            )
         token_ids = []
         for place, (prompt, p) in enumerate(zip(prompts, each, strict=True)):
             try:
@@ -333,8 +366,11 @@ class Engine:
         request_ids = [self.add_request(ids, p) for ids, p in zip(token_ids, each, strict=True)]
         mine: dict[int, list[Completion]] = {request_id: [] for request_id in request_ids}
         num_left = sum(p.n for p in each)
+        feed = None
         with tqdm(total=num_left, unit="text", disable=not progress) as bar:
             try:
+                if streamer is not None:
+                    feed = StreamerFeed(streamer, self._unfinished[request_ids[0]][0], self._level_names)
                 while num_left:
                     for completion in self._advance():
                         if completion.request_id in mine:
@@ -343,6 +379,8 @@ class Engine:
                             bar.update()
                         else:
                             self._undelivered.append(completion)
+                    if feed is not None:
+                        feed.update()
             finally:
                 for request_id in mine.keys() & self._unfinished.keys():
                     self.abort(request_id)
@@ -362,28 +400,17 @@ class Engine:
         if params is not None and params.n > 1:
             raise ValueError(f"n is {params.n}, but a stream is one text; stream each of them, or use generate")
         request_id = self.add_request(prompt, params)
-        self._streamed.add(request_id)
-        (sequence,) = self._unfinished[request_id]
-        detokenizer = Detokenizer(self.tokenizer)
-        num_sent = num_chars = 0
+        follower = self.follow(request_id)
         try:
-            # Others that run at the same time may bring this sequence forward too.
-            while num_sent < len(sequence.output_ids) or sequence.finish_reason is None:
-                if num_sent == len(sequence.output_ids):
-                    self._undelivered.extend(self._advance())
-                token_ids = sequence.output_ids[num_sent:]
-                num_sent += len(token_ids)
-                if sequence.stop_strings is not None:
-                    text = sequence.stop_strings.certain[num_chars:]
-                    num_chars += len(text)
-                else:
-                    text = detokenizer.push(token_ids)
-                    if sequence.finish_reason is not None:
-                        text += detokenizer.finish()
-                if token_ids:
-                    yield Delta(text, token_ids)
-            if sequence.error is not None:
-                raise FloatingPointError(sequence.error)
+            while True:
+                # Others that run at the same time may bring this sequence forward too.
+                while (delta := follower.read()) is None:
+                    self.advance()
+                yield delta
+                if delta.finish_reason == "error":
+                    raise FloatingPointError(follower.error)
+                if delta.finish_reason is not None:
+                    return
         finally:
             if request_id in self._unfinished:
                 self.abort(request_id)
@@ -400,6 +427,7 @@ class Engine:
             text=self._text(sequence),
             finish_reason=sequence.finish_reason,
             stop_reason=sequence.stop_reason,
+            origins=[self._level_names[origin] for origin in sequence.origins],
             logprobs=None if sequence.params.logprobs is None else sequence.logprobs,
             stats=sequence.stats,
             error=sequence.error,

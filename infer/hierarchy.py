@@ -51,7 +51,7 @@ class Hierarchy:
                 if row.first_failure is not None:
                     sequence.fail()
                     continue
-                _commit(sequence, [token_id], part)
+                _commit(sequence, [token_id], [self._top], part)
                 sequence.stats.num_prefills += 1
         seconds = (time.perf_counter() - start) / sum(chunk.stop - chunk.start for chunk in chunks)
         for chunk in chunks:
@@ -81,7 +81,7 @@ class Hierarchy:
             _, rows = self._score(0, sequences, newest)
             _, token_ids = self._verify_rows(sequences, [[] for _ in sequences], rows)
             for sequence, row, token_id in zip(sequences, rows, token_ids, strict=True):
-                sequence.proposed[0].extend(_proposals([token_id], row))
+                sequence.proposed[0].extend(_proposals([token_id], [0], row))
                 sequence.stats.levels[self._runner.levels[0].name].num_rounds += 1
 
     def _verify(self, level: int, sequences: list[Sequence]) -> None:
@@ -109,6 +109,7 @@ class Hierarchy:
             if failure is not None and has_failed:
                 accepted[b] = failure
             kept = [proposal.token_id for proposal in drafts[b][: accepted[b]]] + [next_ids[b]]
+            origins = [proposal.origin for proposal in drafts[b][: accepted[b]]] + [level]
             sequence.stats.levels[name].count_verification(len(drafts[b]), accepted[b])
             if level > 0:
                 share = sequence.kept_shares[level - 1]
@@ -118,11 +119,11 @@ class Hierarchy:
                 self._runner.erase_stale(sequence)
             drafts[b].clear()
             if level == self._top:
-                _commit(sequence, kept[:-1] if has_failed else kept, logits[b])
+                _commit(sequence, kept[:-1] if has_failed else kept, origins, logits[b])
                 if has_failed and sequence.finish_reason is None:
                     sequence.fail()
             else:
-                sequence.proposed[level].extend(_proposals(kept, rows[b]))
+                sequence.proposed[level].extend(_proposals(kept, origins, rows[b]))
 
     def _score(self, level: int, sequences: list[Sequence], starts: list[int]) -> tuple[list[Tensor], list[Rows]]:
         """Logits and what they say, for each sequence, at the positions from `starts` to the newest."""
@@ -201,18 +202,24 @@ class Hierarchy:
             sequence.stats.levels[self._runner.levels[level].name].seconds += seconds
 
 
-def _proposals(token_ids: list[int], rows: Rows) -> list[Proposal]:
+def _proposals(token_ids: list[int], origins: list[int], rows: Rows) -> list[Proposal]:
     """What leaves a level; row k chose token k or confirmed it."""
     confidence = [1.0] * len(token_ids) if rows.confidence is None else rows.confidence.tolist()
     return [
-        Proposal(token_id, None if rows.probs is None else rows.probs[place], confidence[place])
+        Proposal(token_id, None if rows.probs is None else rows.probs[place], confidence[place], origins[place])
         for place, token_id in enumerate(token_ids)
     ]
 
 
-def _commit(sequence: Sequence, token_ids: list[int], logits: Tensor) -> None:  # logits: [R, V], R >= len(token_ids)
-    """Commit what the target kept and chose; row k of its logits is what follows k of these tokens."""
+def _commit(
+    sequence: Sequence,
+    token_ids: list[int],
+    origins: list[int],  # of the tokens; there may be more
+    logits: Tensor,  # [R, V], row k is what follows k of the tokens; there may be more
+) -> None:
+    """Commit what the target kept and chose."""
     committed = sequence.commit(token_ids)
+    sequence.origins += origins[: len(committed)]
     number = sequence.params.logprobs
     if number is None:
         return

@@ -33,6 +33,7 @@ class Proposal(NamedTuple):
     token_id: int
     probs: Tensor | None  # [V], what it was drawn from; None where the rule is equality
     confidence: float  # highest probability of its row; 1 where no policy asks
+    origin: int  # index of the level whose own choice it was
 
 
 @dataclass(eq=False, kw_only=True)
@@ -51,6 +52,8 @@ class Sequence:
     stats: Stats
     token_ids: list[int] = field(default_factory=list)
     """The prompt and all committed tokens."""
+    origins: list[int] = field(default_factory=list)
+    """By committed token: index of the level that proposed it, the last one for the target's own choice."""
     proposed: list[list[Proposal]]
     """By level below the target: what left it and waits for the next; higher levels come first in time."""
     num_computed: list[int]
