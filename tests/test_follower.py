@@ -112,7 +112,7 @@ def test_transformers_own_streamer_prints_the_text(base, capsys):
 @pytest.mark.parametrize("num_prompts", [0, 2])
 def test_a_streamer_takes_one_prompt(base, num_prompts):
     engine = Engine(build_heads(base, "good"), num_blocks=40)
-    with pytest.raises(ValueError, match=f"one prompt at a time, and there are {num_prompts}; give one, or `stream`"):
+    with pytest.raises(ValueError, match=f"one prompt and one text at a time, and there are {num_prompts} prompts"):
         engine.generate(PROMPTS[:num_prompts], PARAMS, streamer=Recorder())
 
 
