@@ -13,6 +13,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from .fused_linear import fuse_linears, pack_linears
 from .product import Product
+from .row_invariance import TiledProduct, row_invariant, tiled_products
 
 ATTENTION_NAME = "hispec"
 
@@ -97,6 +98,7 @@ class Backbone:
         self.parts = parts
         self.lm_head = base.get_output_embeddings()
         self._lm_head_product = Product(self.lm_head.weight, self.lm_head.bias)
+        self._by_lm_head: Callable[[Tensor], Tensor] = self._lm_head_product
         self.num_layers = len(self.layers)
         self.hidden_size: int = config.hidden_size
         self.vocab_size: int = self.lm_head.weight.shape[0]
@@ -119,6 +121,36 @@ class Backbone:
         for layer in self.layers:
             pack_linears(layer)
         self._lm_head_product.pack()
+
+    def row_invariant(self) -> "Backbone":
+        """A backbone over the same tensors, packed copies included, whose rows do not depend on each other's number.
+
+        As far as `TiledProduct` holds on this machine; attention is the caller's. Raises ValueError for layers that
+        multiply in other ways.
+        """
+        twin = copy.copy(self)
+        twin.layers = [row_invariant(layer) for layer in self.layers]
+        twin._by_lm_head = TiledProduct(self._lm_head_product)
+        twin.parts = self.parts._replace(
+            project_in=self._tiled(self.parts.project_in), project_out=self._tiled(self.parts.project_out)
+        )
+        return twin
+
+    def _tiled(self, linear: Any) -> TiledProduct | None:
+        if linear is None:
+            return None
+        product = Product(linear.weight, linear.bias)
+        if self._lm_head_product.is_packed:
+            product.pack()
+        return TiledProduct(product)
+
+    def tiled_products(self) -> list[TiledProduct]:
+        """Of a row-invariant backbone, one product of each kind."""
+        of_kind = {}
+        for module in (*self.layers, self._by_lm_head, self.parts.project_in, self.parts.project_out):
+            if isinstance(module, nn.Module):
+                of_kind.update({product.kind: product for product in tiled_products(module)})
+        return list(of_kind.values())
 
     def embed(
         self,
@@ -171,7 +203,7 @@ class Backbone:
         """The base's LM head, or some of its rows."""
         if self.parts.project_out is not None:
             state = self.parts.project_out(state)
-        return (rows or self._lm_head_product)(state)
+        return (rows or self._by_lm_head)(state)
 
     def lm_head_rows(self, token_ids: Tensor) -> Product:  # token_ids: [V_d] int64
         """The LM head's rows for `token_ids`, gathered (the base's own are not contiguous for them)."""

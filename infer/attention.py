@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .exact_attention import exact_attention
 from .kv_cache import KVCache
 
 MAX_PADDED = 16
@@ -38,10 +39,14 @@ class _Group(NamedTuple):
 
 
 class PagedAttention:
-    """An `Attend` for one forward pass: writes the new keys and values, attends over all up to each position."""
+    """An `Attend` for one forward pass: writes the new keys and values, attends over all up to each position.
 
-    def __init__(self, kv_cache: KVCache, spans: list[Span], device: torch.device) -> None:
+    With `is_exact` by `exact_attention`: bit for bit the same for a query in whatever batch it comes.
+    """
+
+    def __init__(self, kv_cache: KVCache, spans: list[Span], device: torch.device, *, is_exact: bool = False) -> None:
         self._kv_cache = kv_cache
+        self._is_exact = is_exact
         self._device = device
         self._slots = _slots(spans, kv_cache.block_size, device)
         self._groups = _group(spans, kv_cache.block_size, device)
@@ -78,7 +83,8 @@ class PagedAttention:
         keys, values = keys.transpose(1, 2), values.transpose(1, 2)  # [B, Hkv, S, Dh]
         num_heads, num_kv_heads, num_keys = query.shape[1], keys.shape[1], keys.shape[2]
         query = query.reshape(num_seqs, num_queries, num_heads, -1).transpose(1, 2)
-        if num_seqs == 1 and num_queries == num_keys > 1 and (window is None or num_keys <= window):
+        is_whole = num_seqs == 1 and num_queries == num_keys > 1 and (window is None or num_keys <= window)
+        if is_whole and not self._is_exact:
             output = F.scaled_dot_product_attention(
                 query, keys, values, is_causal=True, scale=scaling, enable_gqa=num_heads > num_kv_heads
             )
@@ -86,9 +92,11 @@ class PagedAttention:
         # The heads that share a key head are folded into its queries: no key is repeated.
         groups = num_heads // num_kv_heads
         folded = query.reshape(num_seqs, num_kv_heads, groups * num_queries, -1)
-        output = F.scaled_dot_product_attention(
-            folded, keys, values, attn_mask=self._mask(index, window, groups, num_keys), scale=scaling
-        )
+        mask = self._mask(index, window, groups, num_keys)
+        if self._is_exact:
+            output = exact_attention(folded, keys, values, mask, scaling=scaling, softcap=None)
+        else:
+            output = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scaling)
         return output.reshape(num_seqs, num_heads, num_queries, -1).transpose(1, 2)
 
     def _mask(self, index: int, window: int | None, groups: int, num_keys: int) -> Tensor | None:  # [B, 1, G * Q, S]

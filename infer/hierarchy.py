@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .model_runner import ModelRunner
-from .sampling import draw, gumbel_noise, to_probs
+from .sampling import draw, gumbel_noise, to_probs, to_probs_one_by_one
 from .sequence import Proposal, Sequence
 from .verify import verify_by_equality, verify_by_rejection
 
@@ -34,8 +34,16 @@ class Rows(NamedTuple):
 class Hierarchy:
     """Drafts, verifies and commits; `lengths[k]` is how many tokens level k asks of the level below it."""
 
-    def __init__(self, runner: ModelRunner, lengths: Items[int], generator: torch.Generator) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        lengths: Items[int],
+        generator: torch.Generator,
+        *,
+        is_exact: bool = False,  # sample each row by itself
+    ) -> None:
         self._runner = runner
+        self._to_probs = to_probs_one_by_one if is_exact else to_probs
         self._lengths = lengths
         self._generator = generator
         self._top = len(runner.levels) - 1
@@ -148,7 +156,7 @@ class Hierarchy:
     ) -> Tensor:  # [R, V]; rows of greedy sequences mean nothing
         params = [sequence.params for sequence, count in zip(sequences, counts, strict=True) for _ in range(count)]
         device = logits.device
-        probs = to_probs(
+        probs = self._to_probs(
             logits,
             torch.tensor([1.0 if each.is_greedy else each.temperature for each in params], device=device),
             torch.tensor([each.top_k for each in params], device=device),
