@@ -1,6 +1,7 @@
 """Exact mode: the same bits whatever is computed beside them, by whatever method, or a clear refusal."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,8 +22,8 @@ GENERATOR = torch.Generator().manual_seed(5)
 PROMPTS = [torch.randint(3, 64, (length,), generator=GENERATOR).tolist() for length in (5, 1, 21, 40, 8)]
 
 
-def build(architecture: str, dtype: torch.dtype) -> EarlyExitModel:
-    base = shallow(build_base(architecture), 5)  # some drafts are right, some wrong
+def build(architecture: str, dtype: torch.dtype, **changes: object) -> EarlyExitModel:
+    base = shallow(build_base(architecture, **changes), 5)  # some drafts are right, some wrong
     return build_heads(base.to(dtype), "random", committed_context=True)
 
 
@@ -91,6 +92,11 @@ def test_every_method_length_batch_chunk_and_preemption(dtype):
     check_ways(build("llama", dtype), WAYS, PROMPTS, 10)
 
 
+def test_an_activation_of_odd_size():
+    # Where several rows are computed at once, the last elements of all together go another way.
+    check_ways(build("opt", torch.float32, activation_function="silu", ffn_dim=37), WAYS[:2], PROMPTS[:3], 6)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_seed_is_one_text_in_any_company(dtype):
     model = build("llama", dtype)
@@ -107,6 +113,18 @@ def test_a_seed_is_one_text_in_any_company(dtype):
             texts.append(engine.generate(PROMPTS[-len(params) :], params)[-1].token_ids)
     assert all(text == texts[0] for text in texts)
     assert watch.num_different == 0
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_row_is_sampled_by_itself(base, exact):
+    engine = Engine(build_heads(base, "good"), exact=exact, num_blocks=8)
+    logits = 3 * torch.randn(3, 50_000, generator=torch.Generator().manual_seed(0))
+    each = [SamplingParams(temperature=temperature, top_k=k, seed=0) for temperature, k in ((0.7, 0), (1, 5), (2, 0))]
+    sequences = [SimpleNamespace(params=params) for params in each]
+    together = engine._hierarchy._probs(logits, sequences, [1, 1, 1], None)
+    alone = [engine._hierarchy._probs(logits[b : b + 1], sequences[b : b + 1], [1], None)[0] for b in range(3)]
+    assert all(map(torch.equal, together, alone)) == exact
+    torch.testing.assert_close(together, torch.stack(alone))
 
 
 def test_engines_of_one_model_do_not_touch_each_other(base):
@@ -152,7 +170,8 @@ def test_it_follows_weights_that_change(base):
     num_rows=st.integers(1, 40),
     num_keys=st.integers(1, 90),
     head_dim=st.sampled_from([8, 24, 64]),
-    dtype=st.sampled_from(DTYPES),
+    # In float64 nothing is rounded at the end: an inexact sum anywhere would be seen.
+    dtype=st.sampled_from([*DTYPES, torch.float64]),
     is_capped=st.booleans(),
     seed=st.integers(0, 1000),
 )
@@ -180,7 +199,7 @@ def test_attention_sums_in_any_order(num_rows, num_keys, head_dim, dtype, is_cap
     scores = query.double() @ keys.double().mT * options["scaling"]
     scores = 20 * torch.tanh(scores / 20) if is_capped else scores
     expected = scores.masked_fill(~mask, -torch.inf).softmax(-1) @ values.double()
-    tolerance = {"rtol": 1e-5, "atol": 1e-3} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 1e-1}
+    tolerance = {"rtol": 1e-2, "atol": 1e-1} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-3}
     torch.testing.assert_close(output.double(), expected, **tolerance)
 
 
