@@ -4,6 +4,7 @@ T tokens lie side by side in one packed batch; D hidden size; V vocabulary; H qu
 """
 
 import copy
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +15,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from .architectures import find_parts, max_context
 from .fused_linear import fuse_linears, pack_linears
 from .product import Product
+from .row_invariance import TiledProduct, row_invariant, tiled_products
 
 ATTENTION_NAME = "hispec"
 
@@ -54,6 +56,7 @@ class Backbone:
         self.parts = parts
         self.lm_head = base.get_output_embeddings()
         self._lm_head_product = Product(self.lm_head.weight, self.lm_head.bias)
+        self._by_lm_head: Callable[[Tensor], Tensor] = self._lm_head_product
         self.num_layers = len(self.layers)
         self.hidden_size: int = config.hidden_size
         self.vocab_size: int = self.lm_head.weight.shape[0]
@@ -76,6 +79,36 @@ class Backbone:
         for layer in self.layers:
             pack_linears(layer)
         self._lm_head_product.pack()
+
+    def row_invariant(self) -> "Backbone":
+        """A backbone over the same tensors, packed copies included, whose rows do not depend on each other's number.
+
+        As far as `TiledProduct` holds on this machine; attention is the caller's. Raises ValueError for layers that
+        multiply in other ways.
+        """
+        twin = copy.copy(self)
+        twin.layers = [row_invariant(layer) for layer in self.layers]
+        twin._by_lm_head = TiledProduct(self._lm_head_product)
+        twin.parts = self.parts._replace(
+            project_in=self._tiled(self.parts.project_in), project_out=self._tiled(self.parts.project_out)
+        )
+        return twin
+
+    def _tiled(self, linear: Any) -> TiledProduct | None:
+        if linear is None:
+            return None
+        product = Product(linear.weight, linear.bias)
+        if self._lm_head_product.is_packed:
+            product.pack()
+        return TiledProduct(product)
+
+    def tiled_products(self) -> list[TiledProduct]:
+        """Of a row-invariant backbone, one product of each kind."""
+        of_kind = {}
+        for module in (*self.layers, self._by_lm_head, self.parts.project_in, self.parts.project_out):
+            if isinstance(module, nn.Module):
+                of_kind.update({product.kind: product for product in tiled_products(module)})
+        return list(of_kind.values())
 
     def embed(
         self,
@@ -136,7 +169,7 @@ class Backbone:
         parts = self.parts
         if parts.project_out is not None:
             state = parts.project_out(state)
-        logits = (rows or self._lm_head_product)(state)
+        logits = (rows or self._by_lm_head)(state)
         if parts.logit_multiplier is not None:
             logits = logits * parts.logit_multiplier
         if parts.logit_divisor is not None:

@@ -3,6 +3,7 @@
 T tokens side by side in a packed batch; D hidden size; V vocabulary; V_d draft vocabulary.
 """
 
+import copy
 from collections.abc import Sequence
 
 from torch import Tensor, nn
@@ -94,7 +95,7 @@ class EarlyExitModel(nn.Module):
 
     def refresh_draft_vocab(self) -> None:
         """Gather the LM head's rows anew after the heads' `draft_vocab_ids` or the base's tensors have moved."""
-        self._rows = [
+        self._rows[:] = [
             None if head.draft_vocab_ids is None else self.backbone.lm_head_rows(head.draft_vocab_ids)
             for head in self.exit_heads
         ]
@@ -121,6 +122,15 @@ class EarlyExitModel(nn.Module):
         for rows in self._rows:
             if rows is not None:
                 rows.pack()
+
+    def row_invariant(self) -> "EarlyExitModel":
+        """A model with the same base and heads whose `backbone` is row-invariant: see `Backbone.row_invariant`.
+
+        The heads compute as ever. Pack weights before.
+        """
+        twin = copy.copy(self)
+        twin.backbone = self.backbone.row_invariant()
+        return twin
 
     def exit_logits(
         self,

@@ -3,7 +3,8 @@
 T rows; D_in input size; D_out output size of all layers together.
 """
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ class FusedLinear:
         self._linears = linears
         self._sizes = [linear.out_features for linear in linears]
         self._product = Product(*self._gather())
+        self.multiply: Callable[[Tensor], Tensor] = self._product
         self._input: Tensor | None = None
         self._outputs: list[Tensor | None] = []
 
@@ -38,12 +40,19 @@ class FusedLinear:
             if self._linears[0].weight.data_ptr() != self._product.weight.data_ptr():
                 self._product.weight, self._product.bias = self._gather()  # the base was moved, or its dtype changed
             self._input = hidden
-            self._outputs = list(self._product(hidden).split(self._sizes, dim=-1))
+            self._outputs = list(self.multiply(hidden).split(self._sizes, dim=-1))
         output, self._outputs[index] = self._outputs[index], None
         assert output is not None
         if not any(left is not None for left in self._outputs):
             self._input = None
         return output
+
+    def twin(self, form: Callable[[Product], Callable[[Tensor], Tensor]]) -> "FusedLinear":
+        """The same layers over the same weight and packed copy, multiplied by `form(product)`."""
+        twin = copy.copy(self)
+        twin.multiply = form(self._product)
+        twin._input, twin._outputs = None, []
+        return twin
 
     def pack(self) -> None:
         """Keep a packed copy of the weight, see `Product.pack`."""
@@ -60,16 +69,16 @@ class FusedPart:
     """One of the layers of a `FusedLinear`."""
 
     def __init__(self, fused: FusedLinear, index: int) -> None:
-        self._fused = fused
-        self._index = index
+        self.fused = fused
+        self.index = index
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        return self._fused.take(self._index, hidden)
+        return self.fused.take(self.index, hidden)
 
     def pack(self) -> None:
         """Keep a packed copy of the common weight."""
-        if self._index == 0:
-            self._fused.pack()
+        if self.index == 0:
+            self.fused.pack()
 
 
 def fuse_linears(module: nn.Module) -> None:

@@ -37,13 +37,21 @@ class Product:
         if hidden.device.type != "cpu" or torch.is_grad_enabled():
             return F.linear(hidden, self.weight, self.bias)
         num_rows = hidden.numel() // hidden.shape[-1]
-        is_float32 = hidden.dtype == torch.float32
-        if self._packed is not None and self._packed_from != tensor_state(self.weight):
-            self.pack()
-        if self._packed is not None and not (is_float32 and num_rows <= MAX_FEWEST_ROWS):
-            return torch.ops.mkldnn._linear_pointwise(hidden, self._packed, self.bias, "none", [], "")
-        if is_float32 and num_rows <= MAX_FEW_ROWS:
+        if hidden.dtype == torch.float32 and num_rows <= (MAX_FEW_ROWS if self._packed is None else MAX_FEWEST_ROWS):
             return self._transposed(hidden, num_rows)
+        return self.by_kernel(hidden, packed=self._packed is not None)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether there is a packed copy."""
+        return self._packed is not None
+
+    def by_kernel(self, hidden: Tensor, *, packed: bool) -> Tensor:  # [..., T, D_in] -> [..., T, D_out]
+        """The product by one call whatever the number of rows: of the machine's own kernel, or the usual one."""
+        if packed and self._packed_from != tensor_state(self.weight):
+            self.pack()
+        if packed and self._packed is not None:
+            return torch.ops.mkldnn._linear_pointwise(hidden, self._packed, self.bias, "none", [], "")
         return F.linear(hidden, self.weight, self.bias)
 
     def pack(self) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..heads import capped_attention
+from .exact_attention import exact_attention
 from .kv_cache import KVCache
 
 MAX_PADDED = 16
@@ -39,10 +40,14 @@ class _Group(NamedTuple):
 
 
 class PagedAttention:
-    """An `Attend` for one forward pass: writes the new keys and values, attends over all up to each position."""
+    """An `Attend` for one forward pass: writes the new keys and values, attends over all up to each position.
 
-    def __init__(self, kv_cache: KVCache, spans: list[Span], device: torch.device) -> None:
+    With `is_exact` by `exact_attention`: bit for bit the same for a query in whatever batch it comes.
+    """
+
+    def __init__(self, kv_cache: KVCache, spans: list[Span], device: torch.device, *, is_exact: bool = False) -> None:
         self._kv_cache = kv_cache
+        self._is_exact = is_exact
         self._device = device
         self._slots = _slots(spans, kv_cache.block_size, device)
         self._new_blocks = _new_blocks(spans, kv_cache.block_size, device)
@@ -82,7 +87,7 @@ class PagedAttention:
         num_heads, num_kv_heads, num_keys = query.shape[1], keys.shape[1], keys.shape[2]
         query = query.reshape(num_seqs, num_queries, num_heads, -1).transpose(1, 2)
         is_whole = num_seqs == 1 and num_queries == num_keys > 1 and (window is None or num_keys <= window)
-        if is_whole and softcap is None:
+        if is_whole and softcap is None and not self._is_exact:
             output = F.scaled_dot_product_attention(
                 query, keys, values, is_causal=True, scale=scaling, enable_gqa=num_heads > num_kv_heads
             )
@@ -91,7 +96,9 @@ class PagedAttention:
         groups = num_heads // num_kv_heads
         folded = query.reshape(num_seqs, num_kv_heads, groups * num_queries, -1)
         mask = self._mask(index, window, groups, num_keys)
-        if softcap is None:
+        if self._is_exact:
+            output = exact_attention(folded, keys, values, mask, scaling=scaling, softcap=softcap)
+        elif softcap is None:
             output = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scaling)
         else:
             output = capped_attention(folded, keys, values, mask, scaling=scaling, softcap=softcap)

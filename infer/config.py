@@ -144,6 +144,10 @@ class EngineConfig:
     """On a CPU, keep the weights a second time in the layout of its matrix kernels: decoding is then up to half as
     long. None does so where the copy takes at most half of the memory that is free."""
 
+    exact: bool = False
+    """Greedy and seeded texts are the same to the bit by every method, draft length, batch and chunk of a prompt, and
+    after a preemption, on one machine with one number of threads; tried when the engine starts. Slower: see README."""
+
     def __post_init__(self) -> None:
         if self.method not in get_args(Method):
             raise ValueError(f"method {self.method!r} is unknown; choose one of {', '.join(get_args(Method))}")

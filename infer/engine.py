@@ -21,6 +21,7 @@ from ..recipes import resolve_model
 from .block_manager import BlockManager
 from .config import EngineConfig, SamplingParams
 from .detokenizer import decode
+from .exact import build_exact
 from .follower import Delta, Follower, StreamerFeed
 from .hierarchy import Hierarchy
 from .kv_cache import KVCache, bytes_per_token
@@ -72,7 +73,8 @@ class Completion:
 class Engine:
     """Generates with `model`'s own output, sooner: the exits draft, the full depth decides.
 
-    Options are those of `EngineConfig`. Raises ValueError where the model has too few heads for the method.
+    Options are those of `EngineConfig`. Raises ValueError where the model has too few heads for the method, or cannot
+    run in exact mode here.
     """
 
     def __init__(self, model: EarlyExitModel, tokenizer: PreTrainedTokenizerBase | None = None, **options: Any) -> None:
@@ -104,11 +106,19 @@ class Engine:
             backbone.device,
         )
         # The window holds a round's positions, the newest token, and the one whose context reaches one further back.
-        runner = ModelRunner(model, levels, kv_cache, self.config.max_num_seqs, window=max_proposed + 3)
+        is_exact = self.config.exact
+        runner = ModelRunner(
+            build_exact(model) if is_exact else model,
+            levels,
+            kv_cache,
+            self.config.max_num_seqs,
+            window=max_proposed + 3,
+            is_exact=is_exact,
+        )
         generator = torch.Generator()
         generator.seed()
         self._level_names = tuple(level.name for level in levels)
-        self._hierarchy = Hierarchy(runner, _policies(self.config, lengths), generator)
+        self._hierarchy = Hierarchy(runner, _policies(self.config, lengths), generator, is_exact=is_exact)
         self._scheduler = Scheduler(
             BlockManager(num_blocks, self.config.block_size),
             self.config.max_num_seqs,

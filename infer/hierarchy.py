@@ -29,12 +29,19 @@ from .verify import verify_by_equality, verify_by_rejection
 class Hierarchy:
     """Drafts, verifies and commits; `policies[k]` says how many tokens level k + 1 asks of level k."""
 
-    def __init__(self, runner: ModelRunner, policies: Items[Policy], generator: torch.Generator) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        policies: Items[Policy],
+        generator: torch.Generator,
+        *,
+        is_exact: bool = False,  # sample each row by itself
+    ) -> None:
         self._runner = runner
         self._policies = policies
         self._generator = generator
         self._top = len(runner.levels) - 1
-        self._vocab_size = runner.model.backbone.vocab_size
+        self._read = partial(read_logits, vocab_size=runner.model.backbone.vocab_size, is_exact=is_exact)
         self._asks_confidence = not all(isinstance(policy, FixedPolicy) for policy in policies)
 
     def prefill(self, chunks: list[Chunk]) -> None:
@@ -44,7 +51,7 @@ class Hierarchy:
         logits = self._runner.prefill(chunks)
         if logits is not None:
             bounds = [(len(sequence.token_ids) - 1, len(sequence.token_ids)) for sequence in sequences]
-            rows = read_logits(logits, sequences, bounds, self._vocab_size)
+            rows = self._read(logits, sequences, bounds)
             _, next_ids = self._verify_rows(sequences, [[] for _ in sequences], rows)
             for sequence, row, token_id, part in zip(sequences, rows, next_ids, logits.split(1), strict=True):
                 sequence.is_read = True
@@ -132,12 +139,12 @@ class Hierarchy:
         parts = list(logits.split([stop - start for start, stop in bounds]))
         vocab_ids = self._runner.vocab_ids(level)
         asks_confidence = self._asks_confidence and level < self._top
-        rows = read_logits(logits, sequences, bounds, self._vocab_size, vocab_ids, asks_confidence=asks_confidence)
+        rows = self._read(logits, sequences, bounds, vocab_ids, asks_confidence=asks_confidence)
         if level == self._top:
             for b, sequence in enumerate(sequences):
                 if rows[b].first_failure is not None and len(parts[b]) > 1:
                     parts[b] = self._score_one_by_one(sequence)
-                    (rows[b],) = read_logits(parts[b], [sequence], [bounds[b]], self._vocab_size)
+                    (rows[b],) = self._read(parts[b], [sequence], [bounds[b]])
         return parts, rows
 
     def _score_one_by_one(self, sequence: Sequence) -> Tensor:  # [K + 1, V]

@@ -3,13 +3,14 @@
 R packed rows; V vocabulary; V_d draft vocabulary.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .sampling import gumbel_noise, to_probs
+from .sampling import gumbel_noise, to_probs, to_probs_one_by_one
 from .sequence import Sequence
 
 
@@ -30,10 +31,11 @@ def read_logits(
     logits: Tensor,  # [R, V or V_d]
     sequences: list[Sequence],
     bounds: Bounds,
-    vocab_size: int,
     vocab_ids: Tensor | None = None,  # [V_d] int64, where the rows score a draft vocabulary
     *,
+    vocab_size: int,
     asks_confidence: bool = False,
+    is_exact: bool = False,  # sample each row by itself
 ) -> list[Rows]:
     """Apply each sequence's sampling parameters to its rows; rows that are not finite become an even distribution."""
     counts = [stop - start for start, stop in bounds]
@@ -52,7 +54,7 @@ def read_logits(
     greedy_ids = (ids if vocab_ids is None else vocab_ids[ids]).split(counts)
     if all(sequence.params.is_greedy for sequence in sequences):
         return [Rows(greedy_ids[b], None, failures[b], confidence[b]) for b in range(len(sequences))]
-    probs = _probs(logits, sequences, counts)
+    probs = _probs(logits, sequences, counts, to_probs_one_by_one if is_exact else to_probs)
     if vocab_ids is not None:
         probs = torch.zeros(len(probs), vocab_size, device=probs.device).index_copy_(1, vocab_ids, probs)
     rows = []
@@ -85,11 +87,11 @@ def _process(logits: Tensor, sequences: list[Sequence], bounds: Bounds, vocab_id
     return torch.cat(parts)
 
 
-def _probs(logits: Tensor, sequences: list[Sequence], counts: list[int]) -> Tensor:
+def _probs(logits: Tensor, sequences: list[Sequence], counts: list[int], distribute: Callable[..., Tensor]) -> Tensor:
     """The distributions asked for, `[R, V or V_d]`; rows of greedy sequences mean nothing."""
     params = [sequence.params for sequence, count in zip(sequences, counts, strict=True) for _ in range(count)]
     device = logits.device
-    return to_probs(
+    return distribute(
         logits,
         torch.tensor([1.0 if each.is_greedy else each.temperature for each in params], device=device),
         torch.tensor([each.top_k for each in params], device=device),

@@ -34,12 +34,20 @@ class ModelRunner:
     """
 
     def __init__(
-        self, model: EarlyExitModel, levels: tuple[Level, ...], kv_cache: KVCache, num_rows: int, window: int
+        self,
+        model: EarlyExitModel,
+        levels: tuple[Level, ...],
+        kv_cache: KVCache,
+        num_rows: int,
+        window: int,
+        *,
+        is_exact: bool = False,  # attend as exact mode does; the model must be row-invariant
     ) -> None:
         self.model = model
         self.levels = levels
         self._kv_cache = kv_cache
         self._window = window
+        self._is_exact = is_exact
         backbone = model.backbone
         shape = (num_rows * window, backbone.hidden_size)
         self._final_states = torch.zeros(shape, dtype=backbone.dtype, device=backbone.device)
@@ -197,4 +205,4 @@ class ModelRunner:
         spans = [
             Span(sequence.block_table, start, stop) for sequence, (start, stop) in zip(sequences, bounds, strict=True)
         ]
-        return PagedAttention(self._kv_cache, spans, self.model.backbone.device)
+        return PagedAttention(self._kv_cache, spans, self.model.backbone.device, is_exact=self._is_exact)

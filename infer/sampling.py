@@ -41,6 +41,15 @@ def _keep_likely(probs: Tensor, min_p: Tensor) -> Tensor:
     return probs / probs.sum(-1, keepdim=True)
 
 
+def to_probs_one_by_one(*arguments: Tensor) -> Tensor:  # as of `to_probs`
+    """`to_probs` of each row by itself: bit for bit the same whatever rows, with whatever parameters, stand beside it.
+
+    Otherwise the parameters of one row decide how all are computed, and threads share the sum of a lone row.
+    """
+    rows = zip(*(argument.split(1) for argument in arguments), strict=True)
+    return torch.cat([to_probs(*row) for row in rows])
+
+
 def draw(
     probs: Tensor,  # [R, V], need not sum to 1
     uniforms: Tensor,  # [R] in [0, 1)

@@ -57,7 +57,7 @@ def test_rows_that_are_not_finite_are_told_and_become_even():
     logits[5, 1:] = -math.inf
     params = SamplingParams(temperature=1.0)
     sequences = [SimpleNamespace(params=params, uses_rejection=True, logits_processor=None) for _ in range(4)]
-    rows = read_logits(logits, sequences, [(0, 1), (5, 7), (2, 4), (0, 1)], 4)
+    rows = read_logits(logits, sequences, [(0, 1), (5, 7), (2, 4), (0, 1)], vocab_size=4)
     assert [row.first_failure for row in rows] == [None, 0, 0, None]
     probs = torch.cat([row.probs for row in rows])
     assert torch.equal(probs[[1, 3, 4]], torch.full((3, 4), 0.25))
