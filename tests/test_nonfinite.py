@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from hispec.infer import Engine, SamplingParams
-from hispec.infer.command import WholeLines, write_results
 from hispec.infer.logits_reader import read_logits
 from hispec.infer.prompt_file import PromptLine
+from hispec.infer.result_file import WholeLines, write_results
 
 from .models import build_base, build_heads, reference, shallow
 from .test_batching import assert_all_is_free, fill_with_nan_what_is_free
@@ -140,10 +140,11 @@ def test_a_stream_and_the_command_tell(base, tmp_path, capsys):
     with pytest.raises(FloatingPointError, match="at position 3 "):
         list(engine.stream([4, 7, 5], PARAMS))
     assert not engine.has_unfinished
-    lines = [PromptLine(id="bad", token_ids=[4, 7, 5]), PromptLine(id="good", token_ids=[4])]
+    params = SamplingParams(max_new_tokens=2)
+    lines = [PromptLine(id=name, token_ids=ids, params=params) for name, ids in (("bad", [4, 7, 5]), ("good", [4]))]
     path = tmp_path / "answers.jsonl"
     with path.open("w", encoding="utf-8") as file:
-        write_results(engine, lines, SamplingParams(max_new_tokens=2), WholeLines(file, path), as_json=True)
+        write_results(engine, lines, WholeLines(file, path), as_json=True)
     bad, good = map(json.loads, path.read_text().splitlines())
     assert (bad["finish_reason"], "at position 3 " in bad["error"]) == ("error", True)
     assert "error" not in good
