@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .model_runner import ModelRunner
-from .sampling import draw, gumbel_noise, to_probs
+from .sampling import draw, gumbel_noise, mend, to_probs
 from .sequence import Chunk, Proposal, Sequence
 from .verify import verify_by_equality, verify_by_rejection
 
@@ -46,7 +46,7 @@ class Hierarchy:
         sequences = [chunk.sequence for chunk in chunks if chunk.stop == len(chunk.sequence.token_ids)]
         logits = self._runner.prefill(chunks)
         if logits is not None:
-            logits, failures = _mend(logits, [1] * len(sequences))
+            logits, failures = mend(logits, [1] * len(sequences))
             ends = [len(sequence.token_ids) for sequence in sequences]
             rows = self._read(logits, sequences, [(end - 1, end) for end in ends], vocab_ids=None)
             _, next_ids = self._verify_rows(sequences, [[] for _ in sequences], rows)
@@ -62,7 +62,7 @@ class Hierarchy:
             chunk.sequence.stats.prefill_seconds += seconds * (chunk.stop - chunk.start)
 
     def round(self, sequences: list[Sequence]) -> None:
-        """Commit at least one token for each sequence."""
+        """Commit at least one token for each sequence, or end it where the target has no finite logits."""
         self._verify(self._top, sequences)
 
     def _propose(self, level: int, sequences: list[Sequence], wanted: list[int]) -> None:
@@ -135,13 +135,13 @@ class Hierarchy:
         # Where the rule is equality any token is a valid draft, whatever it was read from.
         if level == self._top or any(sequence.uses_rejection for sequence in sequences):
             counts = [stop - start for start, stop in bounds]
-            logits, failures = _mend(scored, counts)
+            logits, failures = mend(scored, counts)
             suspects = [b for b in failures if counts[b] > 1 and level == self._top]
             if suspects:
                 parts = list(scored.split(counts))
                 for b in suspects:
                     parts[b] = self._score_one_by_one(sequences[b])
-                logits, failures = _mend(torch.cat(parts), counts)
+                logits, failures = mend(torch.cat(parts), counts)
         return self._read(logits, sequences, bounds, self._runner.vocab_ids(level)), failures
 
     def _score_one_by_one(self, sequence: Sequence) -> Tensor:  # [K + 1, V]
@@ -254,19 +254,6 @@ class Hierarchy:
         seconds = (time.perf_counter() - start) / len(sequences)
         for sequence in sequences:
             sequence.stats.levels[self._runner.levels[level].name].seconds += seconds
-
-
-def _mend(
-    logits: Tensor,  # [R, V]
-    counts: list[int],  # rows of each sequence
-) -> tuple[Tensor, dict[int, int]]:  # [R, V]; by sequence, the first of its rows that was mended
-    """Put zeros, an even distribution, in place of rows that hold NaN or infinity (minus infinity alone is a ban)."""
-    is_finite = logits.amax(-1).isfinite()
-    if is_finite.all():
-        return logits, {}
-    parts = [part.tolist() for part in is_finite.split(counts)]
-    failures = {b: part.index(False) for b, part in enumerate(parts) if not all(part)}
-    return logits.masked_fill(~is_finite.unsqueeze(-1), 0), failures
 
 
 def _compare(drafts: list[list[Proposal]], rows: list[Rows]) -> tuple[Tensor, Tensor]:

@@ -8,6 +8,19 @@ import torch
 from torch import Tensor
 
 
+def mend(
+    logits: Tensor,  # [R, V]
+    counts: list[int],  # rows of each sequence
+) -> tuple[Tensor, dict[int, int]]:  # [R, V]; by sequence, the first of its rows that was mended
+    """Put zeros, an even distribution, in place of rows that hold NaN or infinity (minus infinity alone is a ban)."""
+    is_finite = logits.amax(-1).isfinite()
+    if is_finite.all():
+        return logits, {}
+    parts = [part.tolist() for part in is_finite.split(counts)]
+    failures = {b: part.index(False) for b, part in enumerate(parts) if not all(part)}
+    return logits.masked_fill(~is_finite.unsqueeze(-1), 0), failures
+
+
 def to_probs(
     logits: Tensor,  # [R, V]
     temperature: Tensor,  # [R] float32, > 0

@@ -9,8 +9,8 @@ import torch
 
 from hispec.infer import Engine, SamplingParams
 from hispec.infer.command import WholeLines, write_results
-from hispec.infer.hierarchy import _mend
 from hispec.infer.prompt_file import PromptLine
+from hispec.infer.sampling import mend
 
 from .models import build_base, build_heads, reference, shallow
 from .test_batching import assert_all_is_free, fill_with_nan_what_is_free
@@ -54,7 +54,7 @@ def test_rows_are_mended_and_told():
     rows = torch.randn(6, 4)
     rows[1, 2], rows[3, 0], rows[4] = math.nan, math.inf, -math.inf
     rows[5, 1:] = -math.inf
-    mended, failures = _mend(rows.clone(), [1, 2, 2, 1])
+    mended, failures = mend(rows.clone(), [1, 2, 2, 1])
     assert failures == {1: 0, 2: 0}
     assert torch.equal(mended[[1, 3, 4]], torch.zeros(3, 4))
     assert torch.equal(mended[[0, 2, 5]], rows[[0, 2, 5]])
