@@ -1,7 +1,8 @@
 """What an exit head is: its config, its transform, and the base model that it hangs on."""
 
-from .attention import DenseAttention
-from .backbone import ARCHITECTURES, Attend, Backbone
+from .architectures import ARCHITECTURES
+from .attention import DenseAttention, capped_attention
+from .backbone import Attend, Backbone
 from .config import ExitHeadConfig, HeadKind, check_exit_layers, head_kinds
 from .early_exit_model import EarlyExitModel
 from .exit_head import ExitHead, context_positions
@@ -15,6 +16,7 @@ __all__ = [
     "ExitHead",
     "ExitHeadConfig",
     "HeadKind",
+    "capped_attention",
     "check_exit_layers",
     "context_positions",
     "head_kinds",

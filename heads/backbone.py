@@ -1,16 +1,18 @@
-"""The frozen base model, walked by parts. The only file that knows Hugging Face internals.
+"""The frozen base model, walked by parts. With `architectures`, the only file that knows Hugging Face internals.
 
 T tokens lie side by side in one packed batch; D hidden size; V vocabulary; H query heads, Hkv key heads, Dh head size.
 """
 
 import copy
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import AttentionInterface, PreTrainedModel
 
+from .architectures import find_parts, max_context
 from .fused_linear import fuse_linears, pack_linears
 from .product import Product
 from .row_invariance import TiledProduct, row_invariant, tiled_products
@@ -34,45 +36,6 @@ class Attend(Protocol):
     ) -> Tensor: ...  # [T, H, Dh]
 
 
-class Parts(NamedTuple):
-    """Where an architecture keeps what the backbone walks."""
-
-    embed_tokens: nn.Module
-    layers: nn.ModuleList
-    final_norm: nn.Module | None
-    rotary: nn.Module | None
-    embed_positions: nn.Module | None
-    project_in: nn.Module | None
-    project_out: nn.Module | None
-
-
-def _rotary_parts(base: Any) -> Parts:
-    inner = base.model
-    return Parts(inner.embed_tokens, inner.layers, inner.norm, inner.rotary_emb, None, None, None)
-
-
-def _opt_parts(base: Any) -> Parts:
-    inner = base.model.decoder
-    return Parts(
-        inner.embed_tokens,
-        inner.layers,
-        inner.final_layer_norm,
-        None,
-        inner.embed_positions,
-        inner.project_in,
-        inner.project_out,
-    )
-
-
-ARCHITECTURES: dict[str, Callable[[Any], Parts]] = {
-    "llama": _rotary_parts,
-    "qwen2": _rotary_parts,
-    "qwen3": _rotary_parts,
-    "opt": _opt_parts,
-}
-"""Supported `config.model_type`s; a new one needs its parts here and its row in the tests."""
-
-
 class Backbone:
     """Runs any part of `base`: embedding, a range of decoder layers, final norm, LM head.
 
@@ -82,13 +45,8 @@ class Backbone:
 
     def __init__(self, base: PreTrainedModel) -> None:
         config = base.config
-        if config.model_type not in ARCHITECTURES:
-            raise ValueError(
-                f"architecture {config.model_type!r} is not supported; supported are {', '.join(ARCHITECTURES)} "
-                "(a new one is added in heads/backbone.py)"
-            )
+        parts = find_parts(base)
         AttentionInterface.register(ATTENTION_NAME, _call_attend)
-        parts = ARCHITECTURES[config.model_type](base)
         twin_config = copy.deepcopy(config)
         twin_config._attn_implementation = ATTENTION_NAME
         self.layers = [_twin(layer, twin_config) for layer in parts.layers]
@@ -104,7 +62,7 @@ class Backbone:
         self.vocab_size: int = self.lm_head.weight.shape[0]
         self.num_kv_heads: int = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        self.max_context: int = config.max_position_embeddings
+        self.max_context = max_context(config)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -162,7 +120,10 @@ class Backbone:
         if self.parts.project_in is not None:
             hidden = self.parts.project_in(hidden)
         if self.parts.embed_positions is not None:
-            hidden = hidden + self.parts.embed_positions(None, position_ids=positions.unsqueeze(0))
+            rows = positions.unsqueeze(0) + self.parts.first_position
+            hidden = hidden + F.embedding(rows, self.parts.embed_positions.weight)
+        if self.parts.embed_multiplier is not None:
+            hidden = hidden * self.parts.embed_multiplier
         return hidden
 
     def run_layers(
@@ -174,10 +135,13 @@ class Backbone:
         attend: Attend,
     ) -> Tensor:  # [1, T, D]
         """Decoder layers `[start, stop)`."""
-        if start < stop:
-            rotary = self._rotary(hidden, positions)
-            for index in range(start, stop):
-                hidden = self._run_layer(self.layers[index], index, hidden, positions, rotary, attend)
+        rotaries: dict[str | None, Any] = {}
+        for index in range(start, stop):
+            layer = self.layers[index]
+            layer_type = self._rotary_type(layer)
+            if layer_type not in rotaries:
+                rotaries[layer_type] = self._rotary(hidden, positions, layer_type)
+            hidden = self._run_layer(layer, index, hidden, positions, rotaries[layer_type], attend)
         return hidden
 
     def run_block(
@@ -189,7 +153,8 @@ class Backbone:
         attend: Attend,
     ) -> Tensor:  # [1, T, D]
         """One decoder layer of an exit head's own."""
-        return self._run_layer(block, kv_layer, hidden, positions, self._rotary(hidden, positions), attend)
+        rotary = self._rotary(hidden, positions, self._rotary_type(block))
+        return self._run_layer(block, kv_layer, hidden, positions, rotary, attend)
 
     def final_norm(self, hidden: Tensor) -> Tensor:
         """The base's final state, `[..., D]` to `[..., D]`; the identity where the base has no final norm."""
@@ -200,10 +165,18 @@ class Backbone:
         state: Tensor,  # [..., D], after a norm
         rows: Product | None = None,  # from `lm_head_rows`
     ) -> Tensor:  # [..., V], or [..., V_d] by `rows`
-        """The base's LM head, or some of its rows."""
-        if self.parts.project_out is not None:
-            state = self.parts.project_out(state)
-        return (rows or self._by_lm_head)(state)
+        """The base's LM head, or some of its rows, scaled and capped as the base does."""
+        parts = self.parts
+        if parts.project_out is not None:
+            state = parts.project_out(state)
+        logits = (rows or self._by_lm_head)(state)
+        if parts.logit_multiplier is not None:
+            logits = logits * parts.logit_multiplier
+        if parts.logit_divisor is not None:
+            logits = logits / parts.logit_divisor
+        if parts.logit_cap is not None:
+            logits = torch.tanh(logits / parts.logit_cap) * parts.logit_cap
+        return logits
 
     def lm_head_rows(self, token_ids: Tensor) -> Product:  # token_ids: [V_d] int64
         """The LM head's rows for `token_ids`, gathered (the base's own are not contiguous for them)."""
@@ -230,10 +203,14 @@ class Backbone:
             return nn.LayerNorm(self.hidden_size, dtype=self.dtype, device=self.device)
         return copy.deepcopy(norm).requires_grad_(True)
 
-    def _rotary(self, hidden: Tensor, positions: Tensor) -> Any:
+    def _rotary_type(self, layer: Any) -> str | None:
+        return str(layer.self_attn.layer_type) if self.parts.rotary_by_layer_type else None
+
+    def _rotary(self, hidden: Tensor, positions: Tensor, layer_type: str | None) -> Any:
         if self.parts.rotary is None:
             return None
-        return self.parts.rotary(hidden, position_ids=positions.unsqueeze(0))
+        extra = {} if layer_type is None else {"layer_type": layer_type}
+        return self.parts.rotary(hidden, position_ids=positions.unsqueeze(0), **extra)
 
     def _run_layer(
         self, layer: nn.Module, kv_layer: int, hidden: Tensor, positions: Tensor, rotary: Any, attend: Attend
@@ -263,9 +240,15 @@ def _call_attend(
     kv_layer: int,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    **_: Any,
+    dropout: float = 0.0,
+    position_ids: Tensor | None = None,
+    use_cache: bool = False,
 ) -> tuple[Tensor, None]:
-    """Hand a Hugging Face layer's attention to `attend`."""
+    """Hand a Hugging Face layer's attention to `attend`.
+
+    What a layer may pass is named: an argument that changes the scores, such as attention sinks, is a TypeError here
+    and not a wrong text.
+    """
     output = attend(
         kv_layer,
         query[0].transpose(0, 1),

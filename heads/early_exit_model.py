@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from .architectures import find_parts
 from .backbone import Backbone
 from .config import ExitHeadConfig, HeadKind, check_exit_layers, head_kinds
 from .exit_head import ExitHead
@@ -56,10 +57,10 @@ class EarlyExitModel(nn.Module):
         `draft_vocab_size` lowest ids (a BPE vocabulary is roughly sorted by frequency). Raises ValueError for exit
         layers out of range or order, and for what no head can be.
         """
+        check_exit_layers(tuple(exit_layers), len(find_parts(base).layers))
         if draft_vocab_ids is not None:
             draft_vocab_size = len(draft_vocab_ids)
             _check_draft_vocab(draft_vocab_ids, base.get_output_embeddings().weight.shape[0])
-        check_exit_layers(tuple(exit_layers), base.config.num_hidden_layers)
         configs = [
             ExitHeadConfig(
                 exit_layer=exit_layer,

@@ -18,14 +18,14 @@ TOGETHER: tuple[tuple[str, ...], ...] = (("q_proj", "k_proj", "v_proj"), ("gate_
 class FusedLinear:
     """The product of `linears`, computed by the first that is asked and handed out to each once.
 
-    The weights are not doubled: those of `linears` become views of the common one, their values unchanged.
+    All of them have a bias or none has. The tensors are not doubled: those of `linears` become views of the common
+    ones, their values unchanged.
     """
 
     def __init__(self, linears: Sequence[nn.Linear]) -> None:
         self._linears = linears
         self._sizes = [linear.out_features for linear in linears]
-        self._biases: list[Tensor | None] = [linear.bias for linear in linears]
-        self._product = Product(self._gather())
+        self._product = Product(*self._gather())
         self.multiply: Callable[[Tensor], Tensor] = self._product
         self._input: Tensor | None = None
         self._outputs: list[Tensor | None] = []
@@ -38,15 +38,14 @@ class FusedLinear:
         """The output of layer `index`."""
         if self._input is not hidden:
             if self._linears[0].weight.data_ptr() != self._product.weight.data_ptr():
-                self._product.weight = self._gather()  # the base was moved to another device or dtype
+                self._product.weight, self._product.bias = self._gather()  # the base was moved, or its dtype changed
             self._input = hidden
             self._outputs = list(self.multiply(hidden).split(self._sizes, dim=-1))
         output, self._outputs[index] = self._outputs[index], None
         assert output is not None
         if not any(left is not None for left in self._outputs):
             self._input = None
-        bias = self._biases[index]
-        return output if bias is None else output + bias
+        return output
 
     def twin(self, form: Callable[[Product], Callable[[Tensor], Tensor]]) -> "FusedLinear":
         """The same layers over the same weight and packed copy, multiplied by `form(product)`."""
@@ -59,14 +58,11 @@ class FusedLinear:
         """Keep a packed copy of the weight, see `Product.pack`."""
         self._product.pack()
 
-    def _gather(self) -> Tensor:  # [D_out, D_in]
-        weights = [linear.weight.detach() for linear in self._linears]
-        whole = _joined(weights)
-        if whole is None:
-            whole = torch.cat(weights)
-            for linear, part in zip(self._linears, whole.split(self._sizes), strict=True):
-                linear.weight.data = part
-        return whole
+    def _gather(self) -> tuple[Tensor, Tensor | None]:  # [D_out, D_in], [D_out]
+        of_layers: list[Tensor | None] = [linear.bias for linear in self._linears]
+        biases = [bias for bias in of_layers if bias is not None]
+        # The bias is part of the product, not added to its rounded result: in 16 bits that would be another number.
+        return _as_one([linear.weight for linear in self._linears]), _as_one(biases) if biases else None
 
 
 class FusedPart:
@@ -93,7 +89,11 @@ def fuse_linears(module: nn.Module) -> None:
     for child in module.children():
         fuse_linears(child)
     plain = {name: child for name, child in module.named_children() if type(child) is nn.Linear}
-    groups = [names for names in TOGETHER if plain.keys() >= set(names)]
+    groups = [
+        names
+        for names in TOGETHER
+        if plain.keys() >= set(names) and len({plain[name].bias is None for name in names}) == 1
+    ]
     groups += [(name,) for name in plain if not any(name in names for names in groups)]
     for names in groups:
         parts = FusedLinear([plain[name] for name in names]).parts()
@@ -111,13 +111,23 @@ def pack_linears(module: nn.Module) -> None:
                 attribute.pack()
 
 
-def _joined(weights: Sequence[Tensor]) -> Tensor | None:
-    """The weights as one tensor where they lie one behind the other already, as another `FusedLinear` left them."""
-    end = weights[0].data_ptr()
-    for weight in weights:
-        is_next = weight.data_ptr() == end and weight.is_contiguous()
-        if not is_next or weight.untyped_storage().data_ptr() != weights[0].untyped_storage().data_ptr():
+def _as_one(parameters: Sequence[Tensor]) -> Tensor:
+    """The tensors one behind the other as one; they become views of it where they are not yet."""
+    whole = _joined(parameters)
+    if whole is None:
+        whole = torch.cat([parameter.detach() for parameter in parameters])
+        for parameter, part in zip(parameters, whole.split([len(parameter) for parameter in parameters]), strict=True):
+            parameter.data = part
+    return whole
+
+
+def _joined(parameters: Sequence[Tensor]) -> Tensor | None:
+    """The tensors as one where they lie one behind the other already, as another `FusedLinear` left them."""
+    first = parameters[0].detach()
+    end = first.data_ptr()
+    for tensor in parameters:
+        is_next = tensor.data_ptr() == end and tensor.is_contiguous()
+        if not is_next or tensor.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
             return None
-        end += weight.numel() * weight.element_size()
-    num_rows = sum(len(weight) for weight in weights)
-    return weights[0].as_strided((num_rows, weights[0].shape[1]), weights[0].stride())
+        end += tensor.numel() * tensor.element_size()
+    return first.as_strided((sum(len(tensor) for tensor in parameters), *first.shape[1:]), first.stride())

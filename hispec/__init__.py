@@ -5,10 +5,12 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 __all__ = [
+    "AsyncEngine",
     "EarlyExitModel",
     "Engine",
     "SamplingParams",
     "__version__",
+    "hispec_generate",
     "load_adapter",
     "save_adapter",
 ]
@@ -16,14 +18,16 @@ __all__ = [
 if TYPE_CHECKING:
     from .checkpoints import load_adapter, save_adapter
     from .heads import EarlyExitModel
-    from .infer import Engine, SamplingParams
+    from .infer import AsyncEngine, Engine, SamplingParams, hispec_generate
 else:
     # Public names are imported when first asked for: `import hispec` costs no torch import, so that a
     # command can print its help, or refuse a wrong flag, at once.
     _HOMES = {
+        "AsyncEngine": ".infer",
         "EarlyExitModel": ".heads",
         "Engine": ".infer",
         "SamplingParams": ".infer",
+        "hispec_generate": ".infer",
         "load_adapter": ".checkpoints",
         "save_adapter": ".checkpoints",
     }

@@ -1,6 +1,18 @@
 """From an adapter to tokens: lossless, batched, hierarchical self-speculative decoding."""
 
+from .async_engine import AsyncEngine
 from .config import EngineConfig, SamplingParams
-from .engine import Completion, Delta, Engine
+from .custom_generate import hispec_generate
+from .engine import Completion, Engine
+from .follower import Delta, Follower
 
-__all__ = ["Completion", "Delta", "Engine", "EngineConfig", "SamplingParams"]
+__all__ = [
+    "AsyncEngine",
+    "Completion",
+    "Delta",
+    "Engine",
+    "EngineConfig",
+    "Follower",
+    "SamplingParams",
+    "hispec_generate",
+]

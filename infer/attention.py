@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..heads import capped_attention
 from .exact_attention import exact_attention
 from .kv_cache import KVCache
 
@@ -35,7 +36,7 @@ class _Group(NamedTuple):
     rows: Tensor | slice  # [B * Q] or all, where the queries lie in the packed batch
     spans: list[Span]
     num_queries: int  # Q, of the longest span
-    slots: slice | Tensor  # where the keys lie: a slice if it is a lone span in one piece, else [B, S]
+    place: slice | Tensor  # where the keys lie: slots if it is a lone span in one piece, else blocks [B, n]
 
 
 class PagedAttention:
@@ -49,6 +50,7 @@ class PagedAttention:
         self._is_exact = is_exact
         self._device = device
         self._slots = _slots(spans, kv_cache.block_size, device)
+        self._new_blocks = _new_blocks(spans, kv_cache.block_size, device)
         self._groups = _group(spans, kv_cache.block_size, device)
         self._masks: dict[tuple[int, int | None, int], Tensor] = {}
 
@@ -64,27 +66,28 @@ class PagedAttention:
         softcap: float | None,
     ) -> Tensor:  # [T, H, Dh]
         """See `Attend`."""
-        assert softcap is None, "no supported architecture caps its attention scores"
+        if self._new_blocks is not None:
+            self._kv_cache.clear(kv_layer, self._new_blocks)
         self._kv_cache.write(kv_layer, self._slots, key, value)
         if len(self._groups) == 1 and isinstance(self._groups[0].rows, slice):
-            return self._attend(0, kv_layer, query, scaling, window).reshape(query.shape)
+            return self._attend(0, kv_layer, query, scaling, window, softcap).reshape(query.shape)
         output = torch.empty_like(query)
         for index, group in enumerate(self._groups):
-            attended = self._attend(index, kv_layer, query[group.rows], scaling, window)
+            attended = self._attend(index, kv_layer, query[group.rows], scaling, window, softcap)
             output[group.rows] = attended.reshape(-1, *query.shape[1:])
         return output
 
     def _attend(
-        self, index: int, kv_layer: int, query: Tensor, scaling: float, window: int | None
+        self, index: int, kv_layer: int, query: Tensor, scaling: float, window: int | None, softcap: float | None
     ) -> Tensor:  # [B, Q, H, Dh]
         group = self._groups[index]
         num_seqs, num_queries = len(group.spans), group.num_queries
-        keys, values = self._kv_cache.read(kv_layer, group.slots)
+        keys, values = self._kv_cache.read(kv_layer, group.place)
         keys, values = keys.transpose(1, 2), values.transpose(1, 2)  # [B, Hkv, S, Dh]
         num_heads, num_kv_heads, num_keys = query.shape[1], keys.shape[1], keys.shape[2]
         query = query.reshape(num_seqs, num_queries, num_heads, -1).transpose(1, 2)
         is_whole = num_seqs == 1 and num_queries == num_keys > 1 and (window is None or num_keys <= window)
-        if is_whole and not self._is_exact:
+        if is_whole and softcap is None and not self._is_exact:
             output = F.scaled_dot_product_attention(
                 query, keys, values, is_causal=True, scale=scaling, enable_gqa=num_heads > num_kv_heads
             )
@@ -94,14 +97,17 @@ class PagedAttention:
         folded = query.reshape(num_seqs, num_kv_heads, groups * num_queries, -1)
         mask = self._mask(index, window, groups, num_keys)
         if self._is_exact:
-            output = exact_attention(folded, keys, values, mask, scaling=scaling, softcap=None)
-        else:
+            output = exact_attention(folded, keys, values, mask, scaling=scaling, softcap=softcap)
+        elif softcap is None:
             output = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scaling)
+        else:
+            output = capped_attention(folded, keys, values, mask, scaling=scaling, softcap=softcap)
         return output.reshape(num_seqs, num_heads, num_queries, -1).transpose(1, 2)
 
     def _mask(self, index: int, window: int | None, groups: int, num_keys: int) -> Tensor | None:  # [B, 1, G * Q, S]
         group = self._groups[index]
-        if len(group.spans) == 1 and group.num_queries == 1 and (window is None or num_keys <= window):
+        is_whole = len(group.spans) == 1 and num_keys == group.spans[0].stop
+        if is_whole and group.num_queries == 1 and (window is None or num_keys <= window):
             return None
         if (index, window, groups) not in self._masks:
             starts = torch.tensor([span.start for span in group.spans], device=self._device)[:, None, None]
@@ -124,14 +130,24 @@ def _slots(spans: list[Span], block_size: int, device: torch.device) -> Tensor |
     return torch.from_numpy(np.concatenate(slots)).to(device)
 
 
-def _key_slots(spans: list[Span], block_size: int, device: torch.device) -> Tensor | slice:
-    """Where all keys of the spans lie; short ones are padded to `[B, S]`."""
+def _new_blocks(spans: list[Span], block_size: int, device: torch.device) -> Tensor | None:
+    """Blocks whose first token is among the new ones."""
+    blocks = [
+        block
+        for span in spans
+        for block in span.block_table[-(-span.start // block_size) : -(-span.stop // block_size)]
+    ]
+    return torch.tensor(blocks, device=device) if blocks else None
+
+
+def _key_place(spans: list[Span], block_size: int, device: torch.device) -> Tensor | slice:
+    """Where all keys of the spans lie; short ones are padded to `[B, n]` blocks."""
     if len(spans) == 1 and (run := _consecutive(spans[0], block_size)) is not None:
         return run
-    positions = np.arange(max(span.stop for span in spans))
-    # Padding reads the sequence's own first token: masked, but it must be a number (0 * NaN is NaN).
-    slots = [_slots_of(span, np.where(positions < span.stop, positions, 0), block_size) for span in spans]
-    return torch.from_numpy(np.stack(slots)).to(device)
+    num_blocks = max(-(-span.stop // block_size) for span in spans)
+    # Padding reads a block of the sequence's own: masked, but it must be numbers (0 * NaN is NaN).
+    tables = [span.block_table[: -(-span.stop // block_size)] for span in spans]
+    return torch.tensor([table + table[:1] * (num_blocks - len(table)) for table in tables], device=device)
 
 
 def _slots_of(span: Span, positions: np.ndarray, block_size: int) -> np.ndarray:
@@ -178,5 +194,5 @@ def _group(spans: list[Span], block_size: int, device: torch.device) -> list[_Gr
                 [first_rows[i] + min(query, lengths[i] - 1) for i in indices for query in range(num_queries)],
                 device=device,
             )
-        groups.append(_Group(rows, chosen, num_queries, _key_slots(chosen, block_size, device)))
+        groups.append(_Group(rows, chosen, num_queries, _key_place(chosen, block_size, device)))
     return groups

@@ -12,8 +12,10 @@ from typing import IO, Any, get_args
 from tqdm import tqdm
 
 from ..recipes import resolve_model
+from .chat import Chat
 from .config import Method, SamplingParams
 from .engine import Completion, Engine, Prompt
+from .palette import Painter, When, legend, wants_colour
 from .prompt_file import PromptLine, read_prompt_file
 from .stats import Stats
 
@@ -33,6 +35,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     source.add_argument("--skip-bad", "--skip_bad", action="store_true", help="run past bad lines of --input")
     source.add_argument("--raw", action="store_true", help="take prompts as they are, without the chat template")
+    source.add_argument("--chat", action="store_true", help="talk in the terminal; /help lists its commands")
+    source.add_argument("--system", metavar="TEXT", help="a system message before each prompt's text, or the chat")
     sampling = parser.add_argument_group("sampling")
     sampling.add_argument("--max-new-tokens", "--max_new_tokens", type=int, default=256, metavar="N")
     sampling.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
@@ -60,12 +64,18 @@ def build_parser() -> argparse.ArgumentParser:
     running.add_argument("--dtype", default="auto", help="auto, float32 or bfloat16")
     running.add_argument("--device", default="auto", help="auto, cpu or cuda")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write JSON lines there instead of text here")
+    parser.add_argument(
+        "--color",
+        choices=get_args(When),
+        default="auto",
+        help="colour streamed text by the level that proposed each token (default: on a terminal, without NO_COLOR)",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object per result and nothing else")
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit code: 0, 2 for what the user can mend, 130 after Ctrl-C."""
+    """Run the command; returns its exit code: 0, 1 if it broke off, 2 for what the user can mend, 130 after Ctrl-C."""
     options = build_parser().parse_args(argv)
     try:
         return _run(options)
@@ -79,11 +89,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         print(f"hispec-infer: error: {error}", file=sys.stderr)
         return 2
+    except FloatingPointError as error:
+        print(f"\nhispec-infer: error: {error}", file=sys.stderr)
+        return 1
 
 
 def _run(options: argparse.Namespace) -> int:
-    if not options.prompt and options.input is None:
-        raise ValueError("there is no prompt; give --prompt TEXT or --input FILE")
+    check_sources(options)
     check_output(options.output, options.input)
     params = SamplingParams(
         max_new_tokens=options.max_new_tokens,
@@ -107,10 +119,14 @@ def _run(options: argparse.Namespace) -> int:
         device=options.device,
         **{name: value for name, value in engine_options.items() if value is not None},
     )
+    use_colour = wants_colour(options.color, sys.stdout)
+    if options.chat:
+        Chat(engine, params, system=options.system, use_colour=use_colour).run()
+        return 0
     lines = read_prompts(engine, options, params)
     start = time.perf_counter()
     if options.output is None and not options.json and options.batch_size == 1:
-        stream_to_terminal(engine, lines, params)
+        stream_to_terminal(engine, lines, params, use_colour=use_colour)
     else:
         with open_output(options.output) as file:
             as_json = options.json or options.output is not None
@@ -119,12 +135,31 @@ def _run(options: argparse.Namespace) -> int:
     return 0
 
 
+def check_sources(options: argparse.Namespace) -> None:
+    """Raise ValueError, before a model is loaded, for flags that do not go together."""
+    if options.chat:
+        one_shot = {
+            "--prompt": options.prompt,
+            "--input": options.input,
+            "--output": options.output,
+            "--json": options.json,
+            "--raw": options.raw,
+            "--batch-size": options.batch_size != 1,
+        }
+        if wrong := [flag for flag, value in one_shot.items() if value]:
+            raise ValueError(f"{wrong[0]} does not go with --chat; leave one of them out")
+    elif not options.prompt and options.input is None:
+        raise ValueError("there is no prompt; give --prompt TEXT, --input FILE or --chat")
+    if options.raw and options.system is not None:
+        raise ValueError("--system needs the chat template, which --raw leaves out; leave one of them out")
+
+
 def read_prompts(engine: Engine, options: argparse.Namespace, params: SamplingParams) -> list[PromptLine]:
     """All prompts of the command line, as token ids; bad lines are told on standard error."""
 
     def encode(prompt: Prompt) -> list[int]:
         if isinstance(prompt, str) and not options.raw:
-            token_ids = engine.encode_turn(prompt)
+            token_ids = engine.encode_turn(prompt, options.system)
         else:
             token_ids = engine.encode(prompt)
         engine.check_room(token_ids, params)
@@ -141,13 +176,20 @@ def read_prompts(engine: Engine, options: argparse.Namespace, params: SamplingPa
     return lines
 
 
-def stream_to_terminal(engine: Engine, lines: Sequence[PromptLine], params: SamplingParams) -> None:
+def stream_to_terminal(
+    engine: Engine, lines: Sequence[PromptLine], params: SamplingParams, *, use_colour: bool
+) -> None:
     """Print each completion as it grows, one after the other."""
+    use_colour = use_colour and len(engine.stats.levels) > 1
+    if use_colour:
+        print(legend(tuple(engine.stats.levels)), file=sys.stderr)
     for line in lines:
         if len(lines) > 1:
             print(f"--- {line.id}")
+        assert engine.tokenizer is not None
+        painter = Painter(engine.tokenizer) if use_colour else None
         for delta in engine.stream(line.token_ids, params):
-            print(delta.text, end="", flush=True)
+            print(painter.paint(delta) if painter else delta.text, end="", flush=True)
         print()
 
 
@@ -184,6 +226,8 @@ def write_results(
     def write(place: int) -> None:
         line, completion = lines[place], finished.pop(place)
         output.write(json.dumps(to_record(line, completion)) if as_json else f"--- {line.id}\n{completion.text}")
+        if completion.error is not None:
+            tqdm.write(f"{line.id}: {completion.error}", file=sys.stderr)
 
     with tqdm(total=len(lines), unit="prompt", file=sys.stderr) as bar:
         try:
@@ -201,8 +245,9 @@ def write_results(
 
 
 def to_record(line: PromptLine, completion: Completion) -> dict[str, Any]:
-    """A completion as JSON-ready values."""
-    return {
+    """A completion as JSON-ready values; `error` stands only where there is one."""
+    error = {} if completion.error is None else {"error": completion.error}
+    return error | {
         "id": line.id,
         "text": completion.text,
         "token_ids": completion.token_ids,

@@ -6,27 +6,32 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 import torch
 from jinja2 import TemplateError
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation.streamers import BaseStreamer
 
 from ..checkpoints import load_adapter, load_base, shipped_adapter
 from ..heads import EarlyExitModel
 from ..recipes import resolve_model
 from .block_manager import BlockManager
 from .config import EngineConfig, SamplingParams
-from .detokenizer import Detokenizer, decode
+from .detokenizer import decode
 from .exact import build_exact
+from .follower import Delta, Follower, StreamerFeed
 from .hierarchy import Hierarchy
 from .kv_cache import KVCache, bytes_per_token
+from .logits_processor import LogitsProcessor
 from .model_runner import Level, ModelRunner
+from .policy import DynamicPolicy, FixedPolicy, Policy
 from .scheduler import Scheduler
-from .sequence import FinishReason, Sequence
+from .sequence import FinishReason, Logprob, Sequence
 from .stats import Stats
+from .stop_strings import StopStrings
 
 Prompt = str | Items[int] | Items[dict[str, Any]]
 """Raw text, token ids, or chat messages (`{"role", "content"}`) for the model's template."""
@@ -41,23 +46,28 @@ class Completion:
 
     request_id: int
     """As `add_request` returned it."""
+    index: int
+    """Which of the request's `n` texts, from 0."""
     prompt_token_ids: list[int]
     """The prompt as the model read it."""
     token_ids: list[int]
     """The generated tokens, the token that ended the text included."""
     text: str | None
-    """The generated tokens as text, without special tokens; None for an engine without a tokenizer."""
+    """The generated tokens as text, without special tokens, cut where a stop string ended it; None for an engine
+    without a tokenizer."""
     finish_reason: FinishReason
-    """`stop`: the text ended; `length`: the limit or the context was reached."""
+    """`stop`: the text ended; `length`: the limit or the context was reached; `error`: see `error`."""
+    stop_reason: int | str | None
+    """The end token or the stop string that ended the text."""
+    origins: list[str]
+    """For each generated token the level whose own choice it was: a drafted token that all levels kept is `draft`'s,
+    a recovered or bonus token that of the level which added it, the first one after a prompt `target`'s."""
+    logprobs: list[Logprob] | None
+    """One for each token, where they were asked for."""
     stats: Stats
     """What this generation took."""
-
-
-class Delta(NamedTuple):
-    """What one step added to a streamed generation."""
-
-    text: str
-    token_ids: list[int]
+    error: str | None = None
+    """At which position the model's logits were NaN or infinite; the tokens before it stand."""
 
 
 class Engine:
@@ -75,8 +85,8 @@ class Engine:
         levels = _levels(model, self.config.method)
         if _should_pack(self.config, model):
             model.pack_weights()
-        lengths = [0] + [self.config.num_draft_tokens] * (len(levels) - 1)
-        max_proposed = lengths[-1]
+        lengths = [self.config.num_draft_tokens] * (len(levels) - 1)
+        max_proposed = sum(lengths)
         if self.config.method == "hispec":
             lengths[-1] = self.config.num_provisional_tokens
             # One short of enough, the intermediate level verifies a whole draft more and adds its token.
@@ -108,7 +118,7 @@ class Engine:
         generator = torch.Generator()
         generator.seed()
         self._level_names = tuple(level.name for level in levels)
-        self._hierarchy = Hierarchy(runner, lengths, generator, is_exact=is_exact)
+        self._hierarchy = Hierarchy(runner, _policies(self.config, lengths), generator, is_exact=is_exact)
         self._scheduler = Scheduler(
             BlockManager(num_blocks, self.config.block_size),
             self.config.max_num_seqs,
@@ -116,8 +126,8 @@ class Engine:
             max_proposed,
         )
         self._request_ids = itertools.count()
-        self._unfinished: dict[int, Sequence] = {}
-        self._streamed: set[int] = set()
+        self._unfinished: dict[int, list[Sequence]] = {}
+        self._followers: dict[int, Follower] = {}
         # Finished while `generate` or `stream` ran for somebody else; the next `step` returns them.
         self._undelivered: list[Completion] = []
         self.stats = Stats.of_levels(self._level_names)
@@ -179,10 +189,32 @@ class Engine:
             )
         return token_ids
 
-    def encode_turn(self, text: str) -> list[int]:
-        """Token ids of a user's turn, by the chat template; of the plain text where the model has none."""
+    def encode_turn(self, text: str, system: str | None = None) -> list[int]:
+        """Token ids of a user's turn, by the chat template; of the plain text where the model has none.
+
+        `system` is a system message before it; ValueError where there is no template to put it in.
+        """
         has_template = self.tokenizer is not None and self.tokenizer.chat_template is not None
-        return self.encode([{"role": "user", "content": text}] if has_template and text else text)
+        if system is not None and not has_template:
+            raise ValueError("this model has no chat template, so a system message has no place; leave it out")
+        turn = [{"role": "user", "content": text}]
+        if system is not None:
+            turn.insert(0, {"role": "system", "content": system})
+        return self.encode(turn if has_template and text else text)
+
+    def check_params(self, params: SamplingParams) -> None:
+        """Raise ValueError for what this model or its tokenizer cannot serve."""
+        vocab_size = self.model.backbone.vocab_size
+        for name in ("stop_token_ids", "banned_token_ids", "logit_bias"):
+            for token_id in getattr(params, name):
+                if token_id >= vocab_size:
+                    raise ValueError(f"{name} holds {token_id}, but the model's token ids end at {vocab_size - 1}")
+        if len(set(params.banned_token_ids)) == vocab_size:
+            raise ValueError("banned_token_ids ban every token of the model; leave at least one")
+        if params.logprobs is not None and params.logprobs > vocab_size:
+            raise ValueError(f"logprobs is {params.logprobs}, but the model has only {vocab_size} tokens")
+        if params.stop and self.tokenizer is None:
+            raise ValueError("this engine has no tokenizer to find stop strings with; use stop_token_ids")
 
     def check_room(self, prompt_ids: Items[int], params: SamplingParams) -> None:
         """Raise ValueError where the KV cache could never hold this request."""
@@ -192,16 +224,31 @@ class Engine:
         return min(len(prompt_ids) + params.max_new_tokens, self.model.backbone.max_context)
 
     def add_request(self, prompt: Prompt, params: SamplingParams | None = None) -> int:
-        """Queue a prompt; returns the id that its completion will carry. ValueError if it cannot be served."""
+        """Queue a prompt; returns the id that its completions, `n` of them, will carry.
+
+        Raises ValueError if it cannot be served.
+        """
         params = params or SamplingParams()
         prompt_ids = self.encode(prompt)
+        self.check_params(params)
         self.check_room(prompt_ids, params)
         self.model.follow_tensors()
+        request_id = next(self._request_ids)
+        self._unfinished[request_id] = [
+            self._new_sequence(request_id, index, prompt_ids, params) for index in range(params.n)
+        ]
+        for sequence in self._unfinished[request_id]:
+            self._scheduler.add(sequence)
+        return request_id
+
+    def _new_sequence(self, request_id: int, index: int, prompt_ids: list[int], params: SamplingParams) -> Sequence:
+        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_ids())
         sequence = Sequence(
-            request_id=next(self._request_ids),
+            request_id=request_id,
+            index=index,
             prompt_ids=prompt_ids,
             params=params,
-            stop_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_ids()),
+            stop_ids=stop_ids,
             max_length=self._max_length(prompt_ids, params),
             stats=Stats.of_levels(self._level_names),
             proposed=[[] for _ in self._level_names[:-1]],
@@ -209,51 +256,86 @@ class Engine:
             num_head_computed=[0] * (len(self._level_names) - 1),
         )
         sequence.stats.num_prompt_tokens = len(prompt_ids)
-        self._scheduler.add(sequence)
-        self._unfinished[sequence.request_id] = sequence
-        return sequence.request_id
+        if params.changes_logits:
+            backbone = self.model.backbone
+            sequence.logits_processor = LogitsProcessor(
+                params, prompt_ids, stop_ids, backbone.vocab_size, backbone.device
+            )
+        if params.stop:
+            assert self.tokenizer is not None
+            sequence.stop_strings = StopStrings(
+                self.tokenizer,
+                params.stop,
+                include_stop=params.include_stop,
+                min_new_tokens=params.min_new_tokens,
+            )
+        return sequence
 
     def abort(self, request_id: int) -> None:
         """Drop a request that has not finished; ValueError if there is none of this id."""
         if request_id not in self._unfinished:
             raise ValueError(f"there is no unfinished request {request_id}")
-        self._scheduler.finish(self._unfinished.pop(request_id))
-        self._streamed.discard(request_id)
+        for sequence in self._unfinished.pop(request_id):
+            self._scheduler.finish(sequence)
+        self._followers.pop(request_id, None)
 
     def step(self) -> list[Completion]:
-        """Read in what was admitted and run one round for the others; returns what finished."""
-        self._undelivered.extend(self._advance())
+        """Run one round for those that are read in, and read on for the others; returns what finished."""
+        self.advance()
         completions, self._undelivered = self._undelivered, []
         return completions
 
+    def follow(self, request_id: int) -> Follower:
+        """Watch an unfinished request grow; its completion then goes to the follower, and `step` does not return it.
+
+        ValueError if there is no unfinished request of this id.
+        """
+        if request_id not in self._unfinished:
+            raise ValueError(f"there is no unfinished request {request_id}")
+        texts = self._unfinished[request_id]
+        if texts[0].params.n > 1:
+            raise ValueError(f"request {request_id} is for {texts[0].params.n} texts, and only one can be followed")
+        follower = Follower(texts[0], self._level_names, self.tokenizer)
+        self._followers[request_id] = follower
+        return follower
+
+    def advance(self) -> None:
+        """Do the work of `step`; what finished and nobody follows waits for the next `step`."""
+        self._undelivered.extend(self._advance())
+
     def _advance(self) -> list[Completion]:
-        prefill, decoding = self._scheduler.schedule()
+        chunks, decoding = self._scheduler.schedule()
+        sequences = [chunk.sequence for chunk in chunks] + decoding
         try:
             if decoding:
                 self._hierarchy.round(decoding)
-            if prefill:
-                self._hierarchy.prefill(prefill)
+            if chunks:
+                self._hierarchy.prefill(chunks)
         except BaseException:
             # Half of a round is no state to go on from: all is computed anew from the committed tokens.
-            self._undelivered.extend(self._collect(prefill + decoding))
+            self._undelivered.extend(self._collect(sequences))
             self._scheduler.preempt_all()
             raise
-        return self._collect(prefill + decoding)
+        return self._collect(sequences)
 
     def _collect(self, sequences: list[Sequence]) -> list[Completion]:
-        """Take out what is finished; the completions that nobody streams."""
+        """Take out what is finished; the completions that nobody follows."""
         completions = []
         for sequence in sequences:
             if sequence.finish_reason is None:
                 self._scheduler.trim(sequence)
                 continue
             self._scheduler.finish(sequence)
-            del self._unfinished[sequence.request_id]
+            unfinished = self._unfinished[sequence.request_id]
+            unfinished.remove(sequence)
+            if not unfinished:
+                del self._unfinished[sequence.request_id]
             completion = self._complete(sequence)
-            if sequence.request_id in self._streamed:
-                self._streamed.remove(sequence.request_id)
-            else:
+            follower = self._followers.pop(sequence.request_id, None)
+            if follower is None:
                 completions.append(completion)
+            else:
+                follower.completion = completion
         return completions
 
     def generate(
@@ -262,11 +344,14 @@ class Engine:
         params: SamplingParams | Items[SamplingParams] | None = None,
         *,
         progress: bool = False,
+        streamer: BaseStreamer | None = None,
     ) -> list[Completion]:
-        """Complete all prompts; the results stand in the order of the prompts.
+        """Complete all prompts; the results stand in the order of the prompts, the `n` texts of each side by side.
 
-        `params`: one for all, or one for each. Raises ValueError for the first prompt that cannot be served, before
-        any is.
+        `params`: one for all, or one for each. `streamer`: one of transformers', for a single prompt; it is given the
+        prompt's tokens `[1, N]`, then the new tokens `[K]` of each round, then its end. Raises ValueError for the
+        first prompt that cannot be served, before any is; what `add_request` queued is not touched by that and runs
+        on in the next steps.
         """
         if isinstance(prompts, str):
             raise ValueError("prompts is a string; give a list of prompts")
@@ -275,48 +360,67 @@ class Engine:
         each = list(params)
         if len(each) != len(prompts):
             raise ValueError(f"there are {len(prompts)} prompts but {len(each)} sampling params; give one for each")
-        token_ids = [self.encode(prompt) for prompt in prompts]
-        for ids, p in zip(token_ids, each, strict=True):
-            self.check_room(ids, p)
-        request_ids = [self.add_request(ids, p) for ids, p in zip(token_ids, each, strict=True)]
-        mine = dict.fromkeys(request_ids)
-        num_left = len(mine)
-        with tqdm(total=len(prompts), unit="prompt", disable=not progress) as bar:
+        if streamer is not None and (len(prompts) != 1 or each[0].n > 1):
+            raise ValueError(
+                f"a streamer takes one prompt and one text at a time, and there are {len(prompts)} prompts; give one, "
+                "or `stream` each"
+            )
+        token_ids = []
+        for place, (prompt, p) in enumerate(zip(prompts, each, strict=True)):
             try:
+                token_ids.append(self.encode(prompt))
+                self.check_params(p)
+                self.check_room(token_ids[-1], p)
+            except ValueError as error:
+                raise ValueError(f"prompt {place} of {len(prompts)} (counted from 0): {error}") from None
+        request_ids = [self.add_request(ids, p) for ids, p in zip(token_ids, each, strict=True)]
+        mine: dict[int, list[Completion]] = {request_id: [] for request_id in request_ids}
+        num_left = sum(p.n for p in each)
+        feed = None
+        with tqdm(total=num_left, unit="text", disable=not progress) as bar:
+            try:
+                if streamer is not None:
+                    feed = StreamerFeed(streamer, self._unfinished[request_ids[0]][0], self._level_names)
                 while num_left:
                     for completion in self._advance():
                         if completion.request_id in mine:
-                            mine[completion.request_id] = completion
+                            mine[completion.request_id].append(completion)
                             num_left -= 1
                             bar.update()
                         else:
                             self._undelivered.append(completion)
+                    if feed is not None:
+                        feed.update()
             finally:
                 for request_id in mine.keys() & self._unfinished.keys():
                     self.abort(request_id)
-        return [completion for completion in mine.values() if completion is not None]
+        return [
+            completion
+            for texts in mine.values()
+            for completion in sorted(texts, key=lambda completion: completion.index)
+        ]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
-        """Complete one prompt piece by piece; the deltas' texts joined are the completion's text."""
+        """Complete one prompt piece by piece; the deltas' texts joined are the completion's text.
+
+        Raises FloatingPointError behind the last piece where the completion's `error` would stand.
+        """
         if self.tokenizer is None:
             raise ValueError("this engine has no tokenizer to stream text with")
+        if params is not None and params.n > 1:
+            raise ValueError(f"n is {params.n}, but a stream is one text; stream each of them, or use generate")
         request_id = self.add_request(prompt, params)
-        self._streamed.add(request_id)
-        sequence = self._unfinished[request_id]
-        detokenizer = Detokenizer(self.tokenizer)
-        num_sent = 0
+        follower = self.follow(request_id)
         try:
-            # Others that run at the same time may bring this sequence forward too.
-            while num_sent < len(sequence.output_ids) or sequence.finish_reason is None:
-                if num_sent == len(sequence.output_ids):
-                    self._undelivered.extend(self._advance())
-                token_ids = sequence.output_ids[num_sent:]
-                num_sent += len(token_ids)
-                text = detokenizer.push(token_ids)
-                if sequence.finish_reason is not None:
-                    text += detokenizer.finish()
-                if token_ids:
-                    yield Delta(text, token_ids)
+            while True:
+                # Others that run at the same time may bring this sequence forward too.
+                while (delta := follower.read()) is None:
+                    self.advance()
+                yield delta
+                if delta.finish_reason == "error":
+                    raise FloatingPointError(follower.error)
+                if delta.finish_reason is not None:
+                    return
         finally:
             if request_id in self._unfinished:
                 self.abort(request_id)
@@ -327,12 +431,22 @@ class Engine:
         output_ids = sequence.output_ids
         return Completion(
             request_id=sequence.request_id,
+            index=sequence.index,
             prompt_token_ids=sequence.prompt_ids,
             token_ids=output_ids,
-            text=None if self.tokenizer is None else decode(self.tokenizer, output_ids),
+            text=self._text(sequence),
             finish_reason=sequence.finish_reason,
+            stop_reason=sequence.stop_reason,
+            origins=[self._level_names[origin] for origin in sequence.origins],
+            logprobs=None if sequence.params.logprobs is None else sequence.logprobs,
             stats=sequence.stats,
+            error=sequence.error,
         )
+
+    def _text(self, sequence: Sequence) -> str | None:
+        if sequence.stop_strings is not None:
+            return sequence.stop_strings.text
+        return None if self.tokenizer is None else decode(self.tokenizer, sequence.output_ids)
 
     def _eos_ids(self) -> frozenset[int]:
         """All tokens that end a text, as the base's own `generate` takes them."""
@@ -358,6 +472,12 @@ def _tokenize(tokenizer: PreTrainedTokenizerBase, prompt: Any) -> list[int]:
     except TypeError:
         # What the tokenizer says of a lone surrogate, for example.
         raise ValueError("the prompt is not text that can be encoded") from None
+
+
+def _policies(config: EngineConfig, lengths: Items[int]) -> list[Policy]:
+    if config.draft_policy == "fixed":
+        return [FixedPolicy(max_length=length) for length in lengths]
+    return [DynamicPolicy(max_length=length, min_confidence=config.min_confidence) for length in lengths]
 
 
 def _should_pack(config: EngineConfig, model: EarlyExitModel) -> bool:

@@ -13,80 +13,82 @@ import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from contextlib import contextmanager
-from typing import NamedTuple
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from .logits_reader import Rows, read_logits
 from .model_runner import ModelRunner
-from .sampling import draw, gumbel_noise, to_probs, to_probs_one_by_one
-from .sequence import Proposal, Sequence
+from .policy import FixedPolicy, Policy, updated_share
+from .sampling import draw
+from .sequence import Chunk, Logprob, Proposal, Sequence
 from .verify import verify_by_equality, verify_by_rejection
 
 
-class Rows(NamedTuple):
-    """What a level says at some positions, for one sequence."""
-
-    ids: Tensor | None  # [R] int64, its choice, where the rule is equality
-    probs: Tensor | None  # [R, V] float32, where the rule is rejection
-
-
 class Hierarchy:
-    """Drafts, verifies and commits; `lengths[k]` is how many tokens level k asks of the level below it."""
+    """Drafts, verifies and commits; `policies[k]` says how many tokens level k + 1 asks of level k."""
 
     def __init__(
         self,
         runner: ModelRunner,
-        lengths: Items[int],
+        policies: Items[Policy],
         generator: torch.Generator,
         *,
         is_exact: bool = False,  # sample each row by itself
     ) -> None:
         self._runner = runner
-        self._to_probs = to_probs_one_by_one if is_exact else to_probs
-        self._lengths = lengths
+        self._policies = policies
+        self._read = partial(read_logits, vocab_size=runner.model.backbone.vocab_size, one_by_one=is_exact)
         self._generator = generator
         self._top = len(runner.levels) - 1
+        self._asks_confidence = not all(isinstance(policy, FixedPolicy) for policy in policies)
 
-    def prefill(self, sequences: list[Sequence]) -> None:
-        """Read the committed tokens of fresh sequences and commit one more for each."""
+    def prefill(self, chunks: list[Chunk]) -> None:
+        """Read committed tokens; commit one more for each sequence that is then read to its end."""
         start = time.perf_counter()
-        logits = self._runner.prefill(sequences)
-        ends = [len(sequence.token_ids) for sequence in sequences]
-        rows = self._read(logits, sequences, [(end - 1, end) for end in ends], vocab_ids=None)
-        _, next_ids = self._verify_rows(sequences, [[] for _ in sequences], rows)
-        seconds = (time.perf_counter() - start) / len(sequences)
-        for sequence, token_id in zip(sequences, next_ids, strict=True):
-            sequence.commit([token_id])
-            sequence.stats.num_prefills += 1
-            sequence.stats.prefill_seconds += seconds
+        sequences = [chunk.sequence for chunk in chunks if chunk.stop == len(chunk.sequence.token_ids)]
+        logits = self._runner.prefill(chunks)
+        if logits is not None:
+            bounds = [(len(sequence.token_ids) - 1, len(sequence.token_ids)) for sequence in sequences]
+            rows = self._read(logits, sequences, bounds)
+            _, next_ids = self._verify_rows(sequences, [[] for _ in sequences], rows)
+            for sequence, row, token_id, part in zip(sequences, rows, next_ids, logits.split(1), strict=True):
+                sequence.is_read = True
+                if row.first_failure is not None:
+                    sequence.fail()
+                    continue
+                _commit(sequence, [token_id], [self._top], part)
+                sequence.stats.num_prefills += 1
+        seconds = (time.perf_counter() - start) / sum(chunk.stop - chunk.start for chunk in chunks)
+        for chunk in chunks:
+            chunk.sequence.stats.prefill_seconds += seconds * (chunk.stop - chunk.start)
 
     def round(self, sequences: list[Sequence]) -> None:
         """Commit at least one token for each sequence."""
         self._verify(self._top, sequences)
 
     def _propose(self, level: int, sequences: list[Sequence], wanted: list[int]) -> None:
-        """Let at least `wanted[b]` tokens leave `level`; exactly so many at the lowest."""
-        if level == 0:
-            for place in range(max(wanted)):
-                self._draft([sequence for sequence, number in zip(sequences, wanted, strict=True) if number > place])
-            return
+        """Let `wanted[b]` tokens leave `level`, fewer where its policy stops; above the lowest it may be some more."""
+        propose = self._draft if level == 0 else partial(self._verify, level)
+        policy = self._policies[level]
         while active := [
             sequence
             for sequence, number in zip(sequences, wanted, strict=True)
             if len(sequence.proposed[level]) < number
+            and (not sequence.proposed[level] or policy.goes_on(sequence.reach(level)))
         ]:
-            self._verify(level, active)
+            propose(active)
 
     def _draft(self, sequences: list[Sequence]) -> None:
         """Draw one token at the lowest level."""
         with self._timed(0, sequences):
             self._runner.advance(0, sequences)
             newest = [sequence.num_known - 1 for sequence in sequences]
-            rows = self._score(0, sequences, newest)
+            _, rows = self._score(0, sequences, newest)
             _, token_ids = self._verify_rows(sequences, [[] for _ in sequences], rows)
             for sequence, row, token_id in zip(sequences, rows, token_ids, strict=True):
-                sequence.proposed[0].append(Proposal(token_id, None if row.probs is None else row.probs[0]))
+                sequence.proposed[0].extend(_proposals([token_id], [0], row))
                 sequence.stats.levels[self._runner.levels[0].name].num_rounds += 1
 
     def _verify(self, level: int, sequences: list[Sequence]) -> None:
@@ -94,7 +96,9 @@ class Hierarchy:
         if level > 0:
             # Below the target the added token needs room too; the target's own is what the room leaves.
             num_added = 0 if level == self._top else 1
-            self._propose(level - 1, sequences, [min(self._lengths[level], s.room - num_added) for s in sequences])
+            policy = self._policies[level - 1]
+            wanted = [min(policy.length(s.kept_shares[level - 1]), s.room - num_added) for s in sequences]
+            self._propose(level - 1, sequences, wanted)
         for lower in range(level):
             with self._timed(lower, sequences):
                 self._runner.advance(lower, sequences)
@@ -102,77 +106,65 @@ class Hierarchy:
             drafts = [sequence.proposed[level - 1] if level > 0 else [] for sequence in sequences]
             starts = [s.num_known - 1 - len(draft) for s, draft in zip(sequences, drafts, strict=True)]
             self._runner.advance(level, sequences)
-            rows = self._score(level, sequences, starts)
+            logits, rows = self._score(level, sequences, starts)
             accepted, next_ids = self._verify_rows(sequences, drafts, rows)
         name = self._runner.levels[level].name
         for b, sequence in enumerate(sequences):
+            # A row that decided nothing, because a draft before it was rejected, may be anything.
+            failure = rows[b].first_failure if level == self._top else None
+            has_failed = failure is not None and failure <= accepted[b]
+            if failure is not None and has_failed:
+                accepted[b] = failure
             kept = [proposal.token_id for proposal in drafts[b][: accepted[b]]] + [next_ids[b]]
+            origins = [proposal.origin for proposal in drafts[b][: accepted[b]]] + [level]
             sequence.stats.levels[name].count_verification(len(drafts[b]), accepted[b])
+            if level > 0:
+                share = sequence.kept_shares[level - 1]
+                sequence.kept_shares[level - 1] = updated_share(share, len(drafts[b]), accepted[b])
             sequence.rollback(starts[b] + accepted[b] + 1, level)
+            if rows[b].first_failure is not None:
+                self._runner.erase_stale(sequence)
             drafts[b].clear()
             if level == self._top:
-                sequence.commit(kept)
+                _commit(sequence, kept[:-1] if has_failed else kept, origins, logits[b])
+                if has_failed and sequence.finish_reason is None:
+                    sequence.fail()
             else:
-                probs = rows[b].probs
-                sequence.proposed[level].extend(
-                    Proposal(token_id, None if probs is None else probs[place]) for place, token_id in enumerate(kept)
-                )
+                sequence.proposed[level].extend(_proposals(kept, origins, rows[b]))
 
-    def _score(self, level: int, sequences: list[Sequence], starts: list[int]) -> list[Rows]:
+    def _score(self, level: int, sequences: list[Sequence], starts: list[int]) -> tuple[list[Tensor], list[Rows]]:
+        """Logits and what they say, for each sequence, at the positions from `starts` to the newest."""
         logits = self._runner.score(level, sequences, starts)
         bounds = [(start, sequence.num_known) for sequence, start in zip(sequences, starts, strict=True)]
-        return self._read(logits, sequences, bounds, self._runner.vocab_ids(level))
+        parts = list(logits.split([stop - start for start, stop in bounds]))
+        vocab_ids = self._runner.vocab_ids(level)
+        asks_confidence = self._asks_confidence and level < self._top
+        rows = self._read(logits, sequences, bounds, vocab_ids=vocab_ids, asks_confidence=asks_confidence)
+        if level == self._top:
+            for b, sequence in enumerate(sequences):
+                if rows[b].first_failure is not None and len(parts[b]) > 1:
+                    parts[b] = self._score_one_by_one(sequence)
+                    (rows[b],) = self._read(parts[b], [sequence], [bounds[b]])
+        return parts, rows
 
-    def _read(
-        self,
-        logits: Tensor,  # [R, V or V_d]
-        sequences: list[Sequence],
-        bounds: list[tuple[int, int]],  # positions of each sequence's rows
-        vocab_ids: Tensor | None,  # [V_d], where the rows score a draft vocabulary
-    ) -> list[Rows]:
-        """Apply each sequence's sampling parameters to its rows."""
-        counts = [stop - start for start, stop in bounds]
-        ids = logits.argmax(-1)
-        ids = ids if vocab_ids is None else vocab_ids[ids]
-        if all(sequence.params.is_greedy for sequence in sequences):
-            return [Rows(part, None) for part in ids.split(counts)]
-        probs = self._probs(logits, sequences, counts, vocab_ids)
+    def _score_one_by_one(self, sequence: Sequence) -> Tensor:  # [K + 1, V]
+        """The target's rows for its drafted tokens, computed anew without looking at any token ahead of time.
+
+        Attention gives masked positions the weight 0, and 0 times NaN is NaN: one drafted token for which the base
+        has no finite states would spoil the rows of all before it, which plain decoding computes without it.
+        """
+        drafts = sequence.proposed[-1]
+        held_back = list(drafts)
+        drafts.clear()
+        sequence.rollback(sequence.num_known - 1, self._top)
+        self._runner.erase_stale(sequence)
         rows = []
-        for sequence, bound, part, greedy_ids in zip(
-            sequences, bounds, probs.split(counts), ids.split(counts), strict=True
-        ):
-            if sequence.params.is_greedy:
-                rows.append(Rows(greedy_ids, None))
-            elif sequence.uses_rejection:
-                rows.append(Rows(None, part))
-            else:
-                # The row at position t chooses the token at position t + 1.
-                noise = torch.stack([self._noise(sequence, position + 1) for position in range(*bound)])
-                rows.append(Rows((part.log() + noise.to(part.device)).argmax(-1), None))
-        return rows
-
-    def _probs(
-        self, logits: Tensor, sequences: list[Sequence], counts: list[int], vocab_ids: Tensor | None
-    ) -> Tensor:  # [R, V]; rows of greedy sequences mean nothing
-        params = [sequence.params for sequence, count in zip(sequences, counts, strict=True) for _ in range(count)]
-        device = logits.device
-        probs = self._to_probs(
-            logits,
-            torch.tensor([1.0 if each.is_greedy else each.temperature for each in params], device=device),
-            torch.tensor([each.top_k for each in params], device=device),
-            torch.tensor([each.top_p for each in params], device=device),
-        )
-        if vocab_ids is None:
-            return probs
-        full = torch.zeros(len(probs), self._runner.model.backbone.vocab_size, device=device)
-        return full.index_copy_(1, vocab_ids, probs)
-
-    def _noise(self, sequence: Sequence, position: int) -> Tensor:
-        if position not in sequence.noise:
-            assert sequence.params.seed is not None
-            vocab_size = self._runner.model.backbone.vocab_size
-            sequence.noise[position] = gumbel_noise(sequence.params.seed, position, vocab_size)
-        return sequence.noise[position]
+        for place in range(len(held_back) + 1):
+            drafts.extend(held_back[len(drafts) : place])
+            for level in range(self._top + 1):
+                self._runner.advance(level, [sequence])
+            rows.append(self._runner.score(self._top, [sequence], [sequence.num_known - 1]))
+        return torch.cat(rows)
 
     def _verify_rows(
         self,
@@ -215,6 +207,34 @@ class Hierarchy:
         seconds = (time.perf_counter() - start) / len(sequences)
         for sequence in sequences:
             sequence.stats.levels[self._runner.levels[level].name].seconds += seconds
+
+
+def _proposals(token_ids: list[int], origins: list[int], rows: Rows) -> list[Proposal]:
+    """What leaves a level; row k chose token k or confirmed it."""
+    confidence = [1.0] * len(token_ids) if rows.confidence is None else rows.confidence.tolist()
+    return [
+        Proposal(token_id, None if rows.probs is None else rows.probs[place], confidence[place], origins[place])
+        for place, token_id in enumerate(token_ids)
+    ]
+
+
+def _commit(
+    sequence: Sequence,
+    token_ids: list[int],
+    origins: list[int],  # of the tokens; there may be more
+    logits: Tensor,  # [R, V], row k is what follows k of the tokens; there may be more
+) -> None:
+    """Commit what the target kept and chose."""
+    committed = sequence.commit(token_ids)
+    sequence.origins += origins[: len(committed)]
+    number = sequence.params.logprobs
+    if number is None:
+        return
+    logprobs = logits[: len(committed)].float().log_softmax(-1)
+    chosen = logprobs.gather(-1, torch.tensor(committed, device=logits.device).unsqueeze(-1)).squeeze(-1)
+    values, ids = logprobs.topk(min(number, logprobs.shape[-1]), dim=-1)
+    for logprob, top_ids, top in zip(chosen.tolist(), ids.tolist(), values.tolist(), strict=True):
+        sequence.logprobs.append(Logprob(logprob, dict(zip(top_ids, top, strict=True))))
 
 
 def _compare(drafts: list[list[Proposal]], rows: list[Rows]) -> tuple[Tensor, Tensor]:

@@ -33,14 +33,29 @@ class KVCache:
         self.keys[layer][slots] = key
         self.values[layer][slots] = value
 
-    def read(self, layer: int, slots: slice | Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values at `slots`: `[1, S, Hkv, Dh]` each for a slice (a view), `[B, S, Hkv, Dh]` for [B, S]."""
-        if isinstance(slots, slice):
-            return self.keys[layer][slots].unsqueeze(0), self.values[layer][slots].unsqueeze(0)
-        return self._gather(self.keys[layer], slots), self._gather(self.values[layer], slots)
+    def clear(self, layer: int, blocks: Tensor) -> None:  # blocks: [n] int64
+        """Fill blocks with zeros: what a block is not yet filled with must be a number when it is read."""
+        for pool in (self.keys[layer], self.values[layer]):
+            pool.view(-1, self.block_size, *pool.shape[1:]).index_fill_(0, blocks, 0)
 
-    def _gather(self, pool: Tensor, slots: Tensor) -> Tensor:
-        return pool.index_select(0, slots.flatten()).view(*slots.shape, *pool.shape[1:])
+    def erase(self, block_table: list[int], start: int) -> None:
+        """Fill all of a sequence's slots from position `start` on with zeros, at every layer."""
+        size = self.block_size
+        slots = [block_table[place // size] * size + place % size for place in range(start, len(block_table) * size)]
+        for pool in (*self.keys, *self.values):
+            pool[slots] = 0
+
+    def read(self, layer: int, place: slice | Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values, `[1, T, Hkv, Dh]` each for a slice of T slots (a view), `[B, n * S, Hkv, Dh]` for
+        `[B, n]` blocks."""
+        if isinstance(place, slice):
+            return self.keys[layer][place].unsqueeze(0), self.values[layer][place].unsqueeze(0)
+        return self._gather(self.keys[layer], place), self._gather(self.values[layer], place)
+
+    def _gather(self, pool: Tensor, blocks: Tensor) -> Tensor:
+        # Block by block: rows of some kilobytes are copied at the memory's speed, single tokens are not.
+        rows = pool.view(len(pool) // self.block_size, -1).index_select(0, blocks.flatten())
+        return rows.view(len(blocks), -1, *pool.shape[1:])
 
 
 def bytes_per_token(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:

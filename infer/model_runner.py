@@ -13,7 +13,7 @@ from torch import Tensor
 from ..heads import EarlyExitModel, ExitHead, context_positions
 from .attention import PagedAttention, Span
 from .kv_cache import KVCache
-from .sequence import Sequence
+from .sequence import Chunk, Sequence
 
 
 class Level(NamedTuple):
@@ -59,13 +59,14 @@ class ModelRunner:
         return None if head is None else self._head(self.levels[index]).draft_vocab_ids
 
     @torch.inference_mode()
-    def prefill(self, sequences: list[Sequence]) -> Tensor:  # [B, V]
-        """Read all committed tokens of fresh sequences at every level; logits of what follows."""
+    def prefill(self, chunks: list[Chunk]) -> Tensor | None:  # [C, V], of C chunks that reach their sequence's end
+        """Read committed tokens at every level; logits of what follows those read to the end, None if none is."""
         backbone = self.model.backbone
-        bounds = [(0, len(sequence.token_ids)) for sequence in sequences]
+        sequences = [chunk.sequence for chunk in chunks]
+        bounds = [(chunk.start, chunk.stop) for chunk in chunks]
         positions = self._positions(bounds)
         attend = self._attend(sequences, bounds)
-        ids = [token_id for sequence in sequences for token_id in sequence.token_ids]
+        ids = [token_id for chunk in chunks for token_id in chunk.sequence.token_ids[chunk.start : chunk.stop]]
         hidden = backbone.embed(torch.tensor(ids, device=backbone.device), positions)
         exits = []
         for level in self.levels:
@@ -74,20 +75,22 @@ class ModelRunner:
         states = backbone.final_norm(hidden)
         blocks = [index for index in range(len(self.levels) - 1) if self._head(self.levels[index]).block is not None]
         if blocks:
-            # A prompt position has the final state of the position before it as its context.
-            context = torch.cat([torch.zeros_like(states[:, :1]), states[:, :-1]], dim=1) * (positions > 0)[:, None]
+            context = self._states_before(states, chunks)
             for index in blocks:
                 self._head(self.levels[index])(exits[index], context, positions, attend)
-        last_rows = np.cumsum([stop for _, stop in bounds]) - 1
-        for sequence, last_row in zip(sequences, last_rows, strict=True):
-            length = len(sequence.token_ids)
+        last_rows = np.cumsum([stop - start for start, stop in bounds]) - 1
+        ends = []
+        for chunk, last_row in zip(chunks, last_rows, strict=True):
+            sequence, length = chunk.sequence, chunk.stop - chunk.start
             kept = min(length, self._window)
             rows = states[0, last_row + 1 - kept : last_row + 1]
-            self._final_states[self._window_slots([sequence], [(length - kept, length)])] = rows
-            sequence.num_computed = [length] * len(self.levels)
-            sequence.num_head_computed = [length] * (len(self.levels) - 1)
+            self._final_states[self._window_slots([sequence], [(chunk.stop - kept, chunk.stop)])] = rows
+            sequence.num_computed = [chunk.stop] * len(self.levels)
+            sequence.num_head_computed = [chunk.stop] * (len(self.levels) - 1)
             sequence.stats.num_prefill_layer_passes += length * backbone.num_layers
-        return backbone.logits(states[0, torch.from_numpy(last_rows).to(backbone.device)])
+            if chunk.stop == len(sequence.token_ids):
+                ends.append(int(last_row))
+        return backbone.logits(states[0, ends]) if ends else None
 
     @torch.inference_mode()
     def advance(self, index: int, sequences: list[Sequence]) -> None:
@@ -115,6 +118,11 @@ class ModelRunner:
             sequence.num_computed[index] = stop
             passes = (stop - start) * (level.stop - level.start)
             sequence.stats.levels[level.name].num_layer_passes += passes
+
+    @torch.inference_mode()
+    def erase_stale(self, sequence: Sequence) -> None:
+        """Forget keys and values behind all that stands: NaN among them would reach others through its mask."""
+        self._kv_cache.erase(sequence.block_table, max(sequence.num_computed))
 
     @torch.inference_mode()
     def score(self, index: int, sequences: list[Sequence], starts: Items[int]) -> Tensor:
@@ -154,6 +162,19 @@ class ModelRunner:
             rows.extend(range(offset + first - start, offset + stop - start))
             offset += stop - start
         return state[rows]
+
+    def _states_before(self, states: Tensor, chunks: list[Chunk]) -> Tensor:  # states and result: [1, T, D]
+        """The context of positions that are read in: the final state of the position before, zeros at position 0."""
+        device = states.device
+        first_rows = np.cumsum([0] + [chunk.stop - chunk.start for chunk in chunks[:-1]])
+        slots = self._window_slots(
+            [chunk.sequence for chunk in chunks], [(chunk.start - 1, chunk.start) for chunk in chunks]
+        )
+        has_before = torch.tensor([chunk.start > 0 for chunk in chunks], device=device).unsqueeze(-1)
+        context = states.roll(1, dims=1)
+        # Chosen, not multiplied by 0: what lies in the place of a state that does not exist may be NaN.
+        context[0, torch.from_numpy(first_rows).to(device)] = torch.where(has_before, self._final_states[slots], 0)
+        return context
 
     def _context(self, sequences: list[Sequence], bounds: list[tuple[int, int]], positions: Tensor) -> Tensor:
         last_known = np.repeat([s.num_computed[-1] - 1 for s in sequences], [stop - start for start, stop in bounds])

@@ -3,19 +3,10 @@
 import copy
 
 import torch
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    OPTConfig,
-    OPTForCausalLM,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from hispec.heads import EarlyExitModel
+from hispec.heads import ARCHITECTURES, EarlyExitModel
 
 # The models are tiny: a second thread only waits for the first.
 torch.set_num_threads(1)
@@ -33,37 +24,78 @@ SIZES = {
 GROUPED = SIZES | {"num_key_value_heads": 2, "intermediate_size": 64}
 
 
+WINDOW = {"sliding_window": 8}
+UNTIED = {"tie_word_embeddings": False}  # tied random models say the same token again and again
+GEMMA = GROUPED | UNTIED | WINDOW | {"head_dim": 16, "query_pre_attn_scalar": 8, "final_logit_softcapping": 4.0}
+LAYER_TYPES = {"layer_types": ["sliding_attention", "full_attention"] * 3}
+EXPERTS = {"num_experts_per_tok": 2, "head_dim": 16}
+
+BASES: dict[str, tuple[str, dict[str, object]]] = {
+    "llama": ("llama", GROUPED | {"tie_word_embeddings": True}),
+    "qwen2": ("qwen2", GROUPED),
+    "qwen2-window": ("qwen2", GROUPED | WINDOW | {"use_sliding_window": True, "max_window_layers": 2}),
+    "qwen3": ("qwen3", GROUPED | {"head_dim": 16}),
+    "opt": ("opt", SIZES | {"ffn_dim": 64, "word_embed_proj_dim": 32}),
+    "opt-350m": ("opt", SIZES | {"ffn_dim": 64, "word_embed_proj_dim": 16, "do_layer_norm_before": False}),
+    "mistral": ("mistral", GROUPED | WINDOW | {"head_dim": 16}),
+    "gemma2": ("gemma2", GEMMA | LAYER_TYPES | {"attn_logit_softcapping": 2.0}),
+    "gemma3": (
+        "gemma3_text",
+        GEMMA
+        | LAYER_TYPES
+        | {
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10.0},
+                "full_attention": {"rope_type": "linear", "rope_theta": 1e4, "factor": 8.0},
+            }
+        },
+    ),
+    "gpt2": ("gpt2", SIZES | UNTIED | {"scale_attn_by_inverse_layer_idx": True}),
+    "gpt-neox": ("gpt_neox", SIZES | {"intermediate_size": 64, "rope_parameters": {"partial_rotary_factor": 0.5}}),
+    "gpt-neox-serial": ("gpt_neox", SIZES | {"intermediate_size": 64, "use_parallel_residual": False}),
+    "phi": ("phi", GROUPED | {"qk_layernorm": True, "rope_parameters": {"partial_rotary_factor": 0.5}}),
+    "phi3": ("phi3", GROUPED | WINDOW | {"partial_rotary_factor": 0.5}),
+    "cohere": ("cohere", GROUPED | {"use_qk_norm": True, "logit_scale": 0.3}),
+    "cohere2": ("cohere2", GROUPED | WINDOW | LAYER_TYPES | {"logit_scale": 0.3}),
+    "granite": (
+        "granite",
+        GROUPED
+        | {
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.6,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 1.7,
+            "attention_bias": True,
+        },
+    ),
+    "mixtral": ("mixtral", GROUPED | WINDOW | EXPERTS | {"num_local_experts": 4}),
+    "qwen3-moe": (
+        "qwen3_moe",
+        GROUPED
+        | WINDOW
+        | EXPERTS
+        | {"use_sliding_window": True, "num_experts": 4, "moe_intermediate_size": 32, "mlp_only_layers": [1]},
+    ),
+}
+"""For each architecture and variant its `model_type` and a config in which everything that it can apply bites."""
+
+ARCHITECTURE_NAMES = list(BASES)
+
+
 def build_base(architecture: str, **changes: object) -> PreTrainedModel:
     """A seeded random model whose logits differ clearly from token to token."""
     torch.manual_seed(0)
-    if architecture == "llama":
-        base = LlamaForCausalLM(LlamaConfig(**(GROUPED | {"tie_word_embeddings": True} | changes)))
-    elif architecture == "qwen2":
-        base = Qwen2ForCausalLM(Qwen2Config(**(GROUPED | changes)))
-    elif architecture == "qwen2-window":
-        window = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}
-        base = Qwen2ForCausalLM(Qwen2Config(**(GROUPED | window | changes)))
-    elif architecture == "qwen3":
-        base = Qwen3ForCausalLM(Qwen3Config(**(GROUPED | {"head_dim": 16} | changes)))
-    elif architecture == "opt":
-        base = OPTForCausalLM(OPTConfig(**(SIZES | {"ffn_dim": 64, "word_embed_proj_dim": 32} | changes)))
-    elif architecture == "opt-350m":
-        shape = {"ffn_dim": 64, "word_embed_proj_dim": 16, "do_layer_norm_before": False}
-        base = OPTForCausalLM(OPTConfig(**(SIZES | shape | changes)))
-    else:
-        raise ValueError(architecture)
+    model_type, options = BASES[architecture]
+    base = AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type](**(options | changes)))
     with torch.no_grad():
         for name, parameter in base.named_parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(std=0.3)
-            elif "norm" in name and name.endswith("weight"):
+            if ("norm" in name or ".ln_" in name) and name.endswith("weight"):
                 parameter.uniform_(0.5, 1.5)
+            elif parameter.dim() > 1:
+                parameter.normal_(std=0.3)
             else:
                 parameter.normal_(std=0.1)
     return base.float().eval()
-
-
-ARCHITECTURE_NAMES = ["llama", "qwen2", "qwen2-window", "qwen3", "opt", "opt-350m"]
 
 
 def reference(
@@ -100,9 +132,9 @@ def build_heads(
 def shallow(base: PreTrainedModel, num_layers: int) -> PreTrainedModel:
     """The base with its layers past `num_layers` turned into the identity: raw exits there are perfect."""
     base = copy.deepcopy(base)
-    layers = base.model.decoder.layers if base.config.model_type == "opt" else base.model.layers
-    for layer in list(layers)[num_layers:]:
+    last = ("o_proj", "down_proj", "out_proj", "fc2", "c_proj", "dense", "dense_4h_to_h")
+    for layer in list(ARCHITECTURES[base.config.model_type](base).layers)[num_layers:]:
         for name, parameter in layer.named_parameters():
-            if any(part in name for part in ("o_proj", "down_proj", "out_proj", "fc2")):
+            if any(part in last for part in name.split(".")):
                 torch.nn.init.zeros_(parameter)
     return base

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hispec.heads import DenseAttention
+from hispec.heads import DenseAttention, attention, capped_attention
 from hispec.infer.attention import PagedAttention, Span
 from hispec.infer.kv_cache import KVCache
 
@@ -16,15 +16,16 @@ BLOCK_SIZE, NUM_BLOCKS = 4, 64
 @given(
     shapes=st.lists(st.tuples(st.integers(0, 25), st.integers(1, 20)), min_size=1, max_size=5),
     window=st.sampled_from([None, 3, 40]),
+    softcap=st.sampled_from([None, 0.5]),
     is_scattered=st.booleans(),
 )
-def test_it_equals_dense_attention(shapes, window, is_scattered):
+def test_it_equals_dense_attention(shapes, window, softcap, is_scattered):
     generator = torch.Generator().manual_seed(len(shapes))
     order = torch.randperm(NUM_BLOCKS, generator=generator).tolist() if is_scattered else list(range(NUM_BLOCKS))
     cache = KVCache(1, NUM_BLOCKS, BLOCK_SIZE, 2, 8, torch.float32, torch.device("cpu"))
     for pool in (*cache.keys, *cache.values):
         pool.fill_(torch.nan)
-    options = {"scaling": 0.3, "window": window, "softcap": None}
+    options = {"scaling": 0.3, "window": window, "softcap": softcap}
     spans, new_rows, expected = [], [], []
     for num_before, num_new in shapes:
         stop = num_before + num_new
@@ -42,8 +43,17 @@ def test_it_equals_dense_attention(shapes, window, is_scattered):
 
 
 @pytest.mark.parametrize("length", [1, 16, 17, 64])
-def test_dense_attention_has_gradients(length):
+@pytest.mark.parametrize("softcap", [None, 0.5])
+def test_dense_attention_has_gradients(length, softcap):
     query = torch.randn(length, 4, 8, requires_grad=True)
     key = torch.randn(length, 2, 8)
-    DenseAttention([length])(0, query, key, key, scaling=0.3, window=None, softcap=None).sum().backward()
+    DenseAttention([length])(0, query, key, key, scaling=0.3, window=None, softcap=softcap).sum().backward()
     assert query.grad is not None
+
+
+def test_many_capped_queries_are_scored_in_parts(monkeypatch):
+    query, key, value = (torch.randn(2, 3, 10, 8) for _ in range(3))
+    mask = torch.ones(10, 10, dtype=torch.bool).tril()[None, None]
+    whole = capped_attention(query, key, value, mask, scaling=0.3, softcap=0.5)
+    monkeypatch.setattr(attention, "MAX_CAPPED_QUERIES", 4)
+    torch.testing.assert_close(capped_attention(query, key, value, mask, scaling=0.3, softcap=0.5), whole)

@@ -5,8 +5,9 @@ import itertools
 
 import pytest
 import torch
+from transformers import Gemma3Config
 
-from hispec.heads import Backbone, DenseAttention
+from hispec.heads import Backbone, DenseAttention, EarlyExitModel
 
 
 @pytest.mark.parametrize("cuts", [(0, 6), (0, 2, 6), (0, 1, 3, 6), (0, 0, 5, 6)])
@@ -19,6 +20,16 @@ def test_ranges_of_layers_equal_the_forward(any_base, cuts):
     for start, stop in itertools.pairwise(cuts):
         hidden = backbone.run_layers(hidden, start, stop, positions, attend)
     logits = backbone.logits(backbone.final_norm(hidden))
+    torch.testing.assert_close(logits, any_base(token_ids.unsqueeze(0)).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_packed_weights_equal_the_forward(any_base):
+    backbone = Backbone(any_base)
+    backbone.pack_weights()
+    token_ids, positions = torch.arange(3, 15), torch.arange(12)
+    with torch.inference_mode():
+        hidden = backbone.run_layers(backbone.embed(token_ids, positions), 0, 6, positions, DenseAttention([12]))
+        logits = backbone.logits(backbone.final_norm(hidden))
     torch.testing.assert_close(logits, any_base(token_ids.unsqueeze(0)).logits, rtol=1e-4, atol=1e-4)
 
 
@@ -77,3 +88,44 @@ def test_an_unknown_architecture_is_refused(base):
     other.config.model_type = "mamba"
     with pytest.raises(ValueError, match=r"'mamba' is not supported; supported are llama"):
         Backbone(other)
+
+
+def test_a_base_that_is_refused_is_refused_before_its_config_is_read(base):
+    other = copy.copy(base)
+    other.config = Gemma3Config()
+    with pytest.raises(ValueError, match=r"'gemma3' is not supported.*gemma3_text"):
+        EarlyExitModel.from_base(other, (2,))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes"),
+    [("gemma2", {"use_bidirectional_attention": True}), ("gpt2", {"add_cross_attention": True})],
+)
+def test_attention_that_looks_ahead_or_elsewhere_is_refused(make_base, architecture, changes):
+    with pytest.raises(ValueError, match="attention that is not causal"):
+        Backbone(make_base(architecture, **changes))
+
+
+def test_the_shapes_of_the_cache_are_those_of_the_layers(any_base):
+    backbone = Backbone(any_base)
+    shapes = []
+
+    def attend(kv_layer, query, key, value, **_):
+        shapes.append((key.shape, value.shape))
+        return query
+
+    backbone.run_layers(backbone.embed(torch.tensor([5]), torch.tensor([0])), 0, 6, torch.tensor([0]), attend)
+    assert set(shapes) == {((1, backbone.num_kv_heads, backbone.head_dim),) * 2}
+    assert backbone.max_context == 256
+
+
+def test_an_unknown_argument_of_a_layer_is_not_ignored(base):
+    backbone = Backbone(base)
+    with pytest.raises(TypeError, match="s_aux"):
+        backbone.layers[0](
+            torch.zeros(1, 1, 32),
+            position_embeddings=backbone._rotary(torch.zeros(1, 1, 32), torch.tensor([0]), None),
+            attend=None,
+            kv_layer=0,
+            s_aux=torch.zeros(4),
+        )

@@ -47,7 +47,7 @@ def test_a_draft_sees_what_training_showed(base, monkeypatch, exit_layer, streng
 
     monkeypatch.setattr(model_runner, "context_positions", watch_contexts)
     model.heads[0].forward = watch_states
-    engine = Engine(model, method="single-layer", num_draft_tokens=NUM_DRAFT_TOKENS, block_size=4)
+    engine = Engine(model, method="single-layer", num_draft_tokens=NUM_DRAFT_TOKENS, block_size=4, max_prefill_tokens=2)
     completion = engine.generate([PROMPT], SamplingParams(max_new_tokens=24, ignore_eos=True))[0]
     del model.heads[0].forward
     rate = engine.stats.levels["target"].acceptance_rate

@@ -1,5 +1,7 @@
 """Heads: what they start as, what they share, what they refuse."""
 
+import copy
+
 import pytest
 import torch
 
@@ -52,6 +54,31 @@ def test_a_draft_vocabulary_scores_those_tokens(any_base, kind):
         model.exit_logits(0, state),
         full.exit_logits(0, full.heads[0](at_exit, None, POSITIONS, ATTEND))[..., [3, 9, 60]],
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_block_learns(any_base, dtype):
+    """As in training: a float32 head on the states of a base of any type."""
+    model = EarlyExitModel.from_base(
+        copy.deepcopy(any_base).to(dtype), (3,), draft_vocab_size=48, committed_context=True
+    )
+    head = model.heads[0].float()
+    with torch.no_grad():
+        at_exit, final = states(model, 3)
+    optimizer = torch.optim.SGD(head.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(5):
+        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            state = head(at_exit, model.backbone.final_norm(final), POSITIONS, ATTEND)
+        logits = model.exit_logits(0, state.to(dtype)).float()
+        loss = torch.nn.functional.cross_entropy(logits[0], IDS)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    assert not [name for name, parameter in head.named_parameters() if parameter.grad is None]
+    assert all(parameter.grad is None for parameter in model.base.parameters())
 
 
 @pytest.mark.parametrize("kind", ["norm", "mlp", "block"])

@@ -12,13 +12,14 @@ from hispec.heads.fused_linear import FusedLinear, fuse_linears
 from .models import build_base
 
 
-def make_linears():
-    return [nn.Linear(8, size, bias=False) for size in (6, 4, 2)]
+def make_linears(bias=False):
+    return [nn.Linear(8, size, bias=bias) for size in (6, 4, 2)]
 
 
+@pytest.mark.parametrize("bias", [True, False])
 @torch.no_grad()
-def test_the_parts_are_the_layers():
-    linears = make_linears()
+def test_the_parts_are_the_layers(bias):
+    linears = make_linears(bias)
     before = copy.deepcopy(linears)
     parts = FusedLinear(linears).parts()
     for _ in range(2):
@@ -27,6 +28,40 @@ def test_the_parts_are_the_layers():
             torch.testing.assert_close(part(hidden), linear(hidden))
     for linear, old in zip(linears, before, strict=True):
         assert torch.equal(linear.weight, old.weight)
+        assert linear.bias is None or torch.equal(linear.bias, old.bias)
+
+
+@torch.no_grad()
+def test_in_16_bits_a_bias_is_rounded_once():
+    linears = [linear.bfloat16() for linear in make_linears(bias=True)]
+    hidden = (torch.randint(-31, 32, (1, 50, 8)) / 32).bfloat16()
+    for linear in linears:
+        linear.weight.copy_(torch.randint(-31, 32, linear.weight.shape) / 32)  # sums are exact in any order
+    before = copy.deepcopy(linears)
+    for part, linear in zip(FusedLinear(linears).parts(), before, strict=True):
+        assert torch.equal(part(hidden), linear(hidden))
+
+
+@torch.no_grad()
+def test_biases_are_followed():
+    linears = make_linears(bias=True)
+    fused = FusedLinear(linears)
+    hidden = torch.randn(1, 5, 8)
+    linears[1].bias.add_(3)
+    torch.testing.assert_close(fused.take(1, hidden), linears[1](hidden))
+    for linear in linears:
+        linear.to(torch.float64)
+    torch.testing.assert_close(fused.take(2, hidden.double()), linears[2](hidden.double()))
+
+
+@torch.no_grad()
+def test_layers_of_which_some_have_a_bias_stay_apart():
+    block = nn.Module()
+    block.gate_proj, block.up_proj = nn.Linear(8, 12, bias=True), nn.Linear(8, 12, bias=False)
+    hidden = torch.randn(1, 5, 8)
+    expected = block.gate_proj(hidden), block.up_proj(hidden)
+    fuse_linears(block)
+    torch.testing.assert_close((block.gate_proj(hidden), block.up_proj(hidden)), expected)
 
 
 @torch.no_grad()
@@ -73,8 +108,9 @@ def test_a_fused_module_says_the_same(bias, num_rows):
     torch.testing.assert_close(module(hidden), expected)
 
 
-def test_a_base_beneath_a_backbone_saves_and_loads(tmp_path):
-    base = build_base("llama")
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+def test_a_base_beneath_a_backbone_saves_and_loads(tmp_path, architecture):
+    base = build_base(architecture)
     before = copy.deepcopy(base.state_dict())
     backbone = Backbone(base)
     backbone.run_layers(torch.zeros(1, 3, 32), 0, 6, torch.arange(3), DenseAttention([3]))

@@ -1,7 +1,10 @@
 """`hispec-infer`: what it prints, and what it says to bad input."""
 
+import io
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 
@@ -128,7 +131,7 @@ def test_what_the_user_can_mend_is_one_sentence_and_exit_code_2(places, capfd, c
 
 def test_no_prompt_at_all(places, capsys):
     assert main(places[1]) == 2
-    assert "there is no prompt; give --prompt TEXT or --input FILE" in capsys.readouterr().err
+    assert "there is no prompt; give --prompt TEXT, --input FILE or --chat" in capsys.readouterr().err
 
 
 def test_it_runs_as_a_module(places):
@@ -137,3 +140,65 @@ def test_it_runs_as_a_module(places):
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"HF_HUB_OFFLINE": "1"})
     assert done.returncode == 0, done.stderr
     assert done.stdout == answer(base, "w3", 4) + "\n"
+
+
+TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def chat_flags(places, tmp_path_factory):
+    """The same base with a chat template that says nothing of its own."""
+    base, flags = places
+    folder = tmp_path_factory.mktemp("chat") / "base"
+    shutil.copytree(flags[1], folder)
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return base, ["--model", str(folder), *flags[2:]]
+
+
+def test_a_chat_from_piped_lines(chat_flags, monkeypatch, capsys):
+    base, flags = chat_flags
+    monkeypatch.setattr("sys.stdin", io.StringIO("w3 w4\n/undo\nw5\n"))
+    assert main([*flags, "--chat", "--system", "w9", "--max-new-tokens", "6"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == f"{answer(base, 'w9 w3 w4', 6)}\n{answer(base, 'w9 w5', 6)}\n"
+    assert "took back: w3 w4" in printed.err
+
+
+def test_a_system_message_goes_before_each_text(chat_flags, tmp_path, capfd):
+    base, flags = chat_flags
+    path = tmp_path / "in.jsonl"
+    path.write_text('{"prompt": "w4"}\n{"prompt": [{"role": "user", "content": "w5"}]}\n')
+    command = ["--prompt", "w3", "--input", str(path), "--system", "w9 w8", "--json", "--max-new-tokens", "6"]
+    assert main([*flags, *command]) == 0
+    texts = [json.loads(line)["text"] for line in capfd.readouterr().out.splitlines()]
+    # Messages are taken as they are.
+    assert texts == [answer(base, words, 6) for words in ("w9 w8 w3", "w9 w8 w4", "w5")]
+
+
+@pytest.mark.parametrize("color", ["always", "never", "auto"])
+def test_colours_of_a_streamed_answer(places, capsys, color):
+    base, flags = places
+    assert main([*flags, "--prompt", "w3 w4 w5", "--max-new-tokens", "8", "--color", color]) == 0
+    printed = capsys.readouterr()
+    assert ("\033[32m" in printed.out) == (color == "always")
+    assert ("colour of the level" in printed.err) == (color == "always")
+    assert re.sub("\033\\[\\d+m", "", printed.out) == answer(base, "w3 w4 w5") + "\n"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (["--chat"], "no chat template, so it cannot chat; give it --prompt TEXT instead"),
+        (["--chat", "--json"], "--json does not go with --chat"),
+        (["--chat", "--prompt", "w3"], "--prompt does not go with --chat"),
+        (["--chat", "--raw"], "--raw does not go with --chat"),
+        (["--chat", "--batch-size", "2"], "--batch-size does not go with --chat"),
+        (["--prompt", "w3", "--system", "w4"], "no chat template, so a system message has no place; leave it out"),
+        (["--prompt", "w3", "--system", "w4", "--raw"], "--system needs the chat template, which --raw leaves out"),
+    ],
+)
+def test_flags_that_do_not_go_together(places, capfd, change, message):
+    assert main([*places[1], *change]) == 2
+    assert message in capfd.readouterr().err.strip().splitlines()[-1]

@@ -7,22 +7,40 @@ import torch
 
 from hispec.infer import Engine, SamplingParams
 
-from .models import build_heads, reference, shallow
+from .models import ARCHITECTURE_NAMES, build_heads, reference, shallow
 
 GENERATOR = torch.Generator().manual_seed(7)
 LENGTHS = (1, 2, 15, 16, 17, 33, 3, 40)
 PROMPTS = [torch.randint(3, 64, (length,), generator=GENERATOR).tolist() for length in LENGTHS]
 
+FULL_GRID = ["llama", "qwen2", "qwen2-window", "qwen3", "opt", "opt-350m"]
 
+
+@pytest.mark.parametrize("any_base", FULL_GRID, indirect=True)
 @pytest.mark.parametrize("method", ["autoregressive", "single-layer", "hispec"])
 @pytest.mark.parametrize("context", [False, True])
-def test_every_architecture(any_base, method, context):
+def test_every_method(any_base, method, context):
     model = build_heads(any_base, "random", committed_context=context)
     expected = [reference(any_base, prompt, 24) for prompt in PROMPTS]
     engine = Engine(model, method=method, num_draft_tokens=3, num_blocks=64, block_size=8)
     params = SamplingParams(max_new_tokens=24, ignore_eos=True)
     assert [completion.token_ids for completion in engine.generate(PROMPTS, params)] == expected
     assert [engine.generate([prompt], params)[0].token_ids for prompt in PROMPTS] == expected
+
+
+@pytest.mark.parametrize("any_base", [name for name in ARCHITECTURE_NAMES if name not in FULL_GRID], indirect=True)
+@pytest.mark.parametrize(("method", "quality"), [("single-layer", "random"), ("hispec", "good")])
+def test_every_architecture(any_base, method, quality):
+    base = shallow(any_base, 2) if quality == "good" else any_base
+    model = build_heads(base, quality, committed_context=method == "hispec")
+    prompts = [PROMPTS[index] for index in (0, 4, 5, 7)]
+    expected = [reference(base, prompt, 16) for prompt in prompts]
+    engine = Engine(model, method=method, num_draft_tokens=3, num_blocks=64, block_size=8)
+    params = SamplingParams(max_new_tokens=16, ignore_eos=True)
+    assert [completion.token_ids for completion in engine.generate(prompts, params)] == expected
+    assert [engine.generate([prompt], params)[0].token_ids for prompt in prompts[-1:]] == expected[-1:]
+    rate = engine.stats.levels["target"].acceptance_rate
+    assert rate > 0.9 if quality == "good" else rate < 0.9
 
 
 @pytest.mark.parametrize("quality", ["good", "random", "adversarial"])
@@ -83,7 +101,7 @@ def test_a_list_of_end_tokens(base, method):
         assert (completion.token_ids[-1] in common) == (completion.finish_reason == "stop")
 
 
-@pytest.mark.parametrize("architecture", ["llama", "opt"])
+@pytest.mark.parametrize("architecture", ["llama", "opt", "gpt2"])
 @pytest.mark.parametrize("method", ["autoregressive", "single-layer", "hispec"])
 def test_the_context_ends_inside_a_draft(make_base, architecture, method):
     base = shallow(make_base(architecture, max_position_embeddings=48), 2)
@@ -94,6 +112,16 @@ def test_the_context_ends_inside_a_draft(make_base, architecture, method):
         completion = engine.generate([prompt], SamplingParams(max_new_tokens=99, ignore_eos=True))[0]
         assert completion.token_ids == reference(base, prompt, 48 - length)
         assert completion.finish_reason == "length"
+
+
+def test_the_context_ends_where_longrope_changes(make_base):
+    rope = {"rope_type": "longrope", "short_factor": [1.0, 1.5, 2.0, 3.0], "long_factor": [5.0, 6.0, 7.0, 8.0]}
+    base = make_base("phi3", original_max_position_embeddings=32, partial_rotary_factor=1.0, rope_parameters=rope)
+    engine = Engine(build_heads(base, "random"), num_draft_tokens=5)
+    prompt = PROMPTS[4]
+    completion = engine.generate([prompt], SamplingParams(max_new_tokens=99, ignore_eos=True))[0]
+    assert completion.token_ids == reference(base, prompt, 32 - len(prompt))
+    assert completion.finish_reason == "length"
 
 
 @pytest.mark.parametrize("method", ["autoregressive", "single-layer", "hispec"])

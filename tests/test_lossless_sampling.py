@@ -11,6 +11,7 @@ from hispec.heads import EarlyExitModel
 from hispec.infer import Engine, SamplingParams
 from hispec.infer import hierarchy as hierarchy_module
 from hispec.infer.hierarchy import Hierarchy
+from hispec.infer.logits_processor import LogitsProcessor
 from hispec.infer.sampling import to_probs
 
 from .models import build_base, build_heads
@@ -20,6 +21,20 @@ ALPHA, MAX_VARIATION = 1e-4, 1.35
 PROMPTS = [[3, 1, 4], [2], [2, 2, 0, 1, 3, 4, 1]]
 PLAIN = {"temperature": 1.0}
 FILTERED = {"temperature": 1.3, "top_k": 4, "top_p": 0.9}
+SAMPLINGS = {
+    "plain": PLAIN,
+    "filtered": FILTERED,
+    "cold": {"temperature": 0.2},
+    "hot": {"temperature": 2.0, "min_p": 0.2},
+    "penalised": {
+        "temperature": 1.0,
+        "repetition_penalty": 1.4,
+        "presence_penalty": 0.3,
+        "frequency_penalty": 0.2,
+        "logit_bias": {3: 0.7, 1: -0.5},
+    },
+    "banned": {"temperature": 1.0, "banned_token_ids": (2,), "min_new_tokens": 3, "stop_token_ids": (4,)},
+}
 
 
 @pytest.fixture(scope="module")
@@ -42,14 +57,16 @@ def enumerate_target(base, prompt, sampling) -> dict[tuple[int, ...], float]:
     inputs = torch.tensor([[*prompt, *continuation[:-1]] for continuation in continuations])
     with torch.inference_mode():
         logits = base(inputs).logits[:, len(prompt) - 1 :]
+    if params.changes_logits:
+        # Each continuation by itself, and every row from nothing: no incremental state is trusted here.
+        for b, continuation in enumerate(continuations):
+            for row in range(LENGTH):
+                fresh = LogitsProcessor(params, prompt, params.stop_token_ids, VOCAB, logits.device)
+                start = len(prompt) - 1 + row
+                logits[b, row] = fresh(logits[b, row : row + 1].clone(), continuation[:row], row, start)[0]
     rows = logits.reshape(-1, VOCAB)
-    count = len(rows)
-    probs = to_probs(
-        rows,
-        torch.full((count,), params.temperature),
-        torch.full((count,), params.top_k),
-        torch.full((count,), params.top_p),
-    ).view(-1, LENGTH, VOCAB)
+    settings = (params.temperature, params.top_k, params.top_p, params.min_p)
+    probs = to_probs(rows, *(torch.full((len(rows),), value) for value in settings)).view(-1, LENGTH, VOCAB)
     joint = probs.gather(-1, torch.tensor(continuations).unsqueeze(-1)).squeeze(-1).double().prod(-1)
     marginal: dict[tuple[int, ...], float] = {}
     for continuation, probability in zip(continuations, joint.tolist(), strict=True):
@@ -57,7 +74,7 @@ def enumerate_target(base, prompt, sampling) -> dict[tuple[int, ...], float]:
     return marginal
 
 
-def sample(model, sampling, *, seeded, method="hispec", num_samples=NUM_SAMPLES) -> tuple[dict, Engine]:
+def sample(model, sampling, *, seeded, method="hispec", num_samples=NUM_SAMPLES, **options) -> tuple[dict, Engine]:
     """Counts of continuations for each prompt, drawn in ragged batches through a small pool."""
     engine = Engine(
         model,
@@ -67,6 +84,7 @@ def sample(model, sampling, *, seeded, method="hispec", num_samples=NUM_SAMPLES)
         max_num_seqs=200,
         num_blocks=300,
         block_size=4,
+        **options,
     )
     engine._hierarchy._generator.manual_seed(11)
     counts: dict[int, dict[tuple[int, ...], int]] = {place: {} for place in range(len(PROMPTS))}
@@ -111,9 +129,13 @@ def is_lossless(model, counts, sampling) -> bool:
 
 
 @pytest.mark.parametrize("seeded", [False, True], ids=["rejection", "coupled"])
-@pytest.mark.parametrize("sampling", [PLAIN, FILTERED], ids=["plain", "filtered"])
-@pytest.mark.parametrize("method", ["autoregressive", "single-layer", "hispec"])
-def test_the_loop_has_the_distribution_of_the_base(model, method, sampling, seeded):
+@pytest.mark.parametrize(
+    ("method", "name"),
+    [(method, name) for method in ("autoregressive", "single-layer", "hispec") for name in ("plain", "filtered")]
+    + [("hispec", name) for name in ("cold", "hot", "penalised", "banned")],
+)
+def test_the_loop_has_the_distribution_of_the_base(model, method, name, seeded):
+    sampling = SAMPLINGS[name]
     counts, engine = sample(model, sampling, seeded=seeded, method=method)
     assert is_lossless(model, counts, sampling), deviations(model, counts, sampling)
     for name, level in engine.stats.levels.items():

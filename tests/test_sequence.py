@@ -11,7 +11,7 @@ from .test_scheduler import make_sequence
 @given(prompt=st.integers(1, 5), proposed=st.integers(0, 6), start=st.integers(0, 12))
 def test_known_ids_run_from_the_prompt_into_the_proposals(prompt, proposed, start):
     sequence = make_sequence(0, prompt, 20)
-    sequence.proposed[0] = [Proposal(10 + place, None) for place in range(proposed)]
+    sequence.proposed[0] = [Proposal(10 + place, None, 1.0, 0) for place in range(proposed)]
     everything = [1] * prompt + [10 + place for place in range(proposed)]
     assert sequence.num_known == len(everything)
     assert sequence.known_ids(min(start, len(everything))) == everything[start:]

@@ -65,10 +65,11 @@ def test_padding_behind_a_short_draft_is_not_accepted():
 
 
 @pytest.mark.parametrize(
-    ("temperature", "top_k", "top_p"), [(0.2, 0, 1.0), (1.0, 3, 1.0), (2.0, 0, 0.5), (1.0, 4, 0.7)]
+    ("temperature", "top_k", "top_p", "min_p"),
+    [(0.2, 0, 1.0, 0), (1.0, 3, 1.0, 0), (2.0, 0, 0.5, 0), (1.0, 4, 0.7, 0), (1.5, 0, 1.0, 0.1), (1.2, 9, 0.8, 0.3)],
 )
-def test_probs_are_those_of_transformers(temperature, top_k, top_p):
-    from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+def test_probs_are_those_of_transformers(temperature, top_k, top_p, min_p):
+    from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
     logits = torch.randn(7, 50, generator=torch.Generator().manual_seed(0)) * 3
     expected = TemperatureLogitsWarper(temperature)(None, logits)
@@ -76,20 +77,23 @@ def test_probs_are_those_of_transformers(temperature, top_k, top_p):
         expected = TopKLogitsWarper(top_k)(None, expected)
     if top_p < 1:
         expected = TopPLogitsWarper(top_p)(None, expected)
-    rows = len(logits)
-    probs = to_probs(logits, torch.full((rows,), temperature), torch.full((rows,), top_k), torch.full((rows,), top_p))
+    if min_p:
+        expected = MinPLogitsWarper(min_p)(None, expected)
+    probs = to_probs(
+        logits, *(torch.full((len(logits),), value) for value in (temperature, top_k, top_p, float(min_p)))
+    )
     torch.testing.assert_close(probs, expected.softmax(-1), atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize(("temperature", "top_p"), [(1e-4, 1.0), (1.0, 0.0), (1.0, 1e-4), (1e-30, 1e-4), (1e-300, 1.0)])
 def test_limits_leave_the_likeliest_token(temperature, top_p):
     logits = torch.tensor([[1.0, 3.0, 2.0, -50.0]])
-    probs = to_probs(logits, torch.tensor([temperature]), torch.tensor([0]), torch.tensor([top_p]))
+    probs = to_probs(logits, torch.tensor([temperature]), torch.tensor([0]), torch.tensor([top_p]), torch.zeros(1))
     assert probs.tolist() == [[0.0, 1.0, 0.0, 0.0]]
 
 
 def test_of_equal_logits_the_lowest_id_is_kept():
-    probs = to_probs(torch.zeros(1, 4), torch.ones(1), torch.tensor([2]), torch.ones(1))
+    probs = to_probs(torch.zeros(1, 4), torch.ones(1), torch.tensor([2]), torch.ones(1), torch.zeros(1))
     assert probs.tolist() == [[0.5, 0.5, 0.0, 0.0]]
 
 
@@ -100,12 +104,13 @@ def test_a_token_of_probability_zero_is_never_drawn():
 
 def test_shared_noise_draws_from_the_distribution():
     probs = torch.tensor([0.1, 0.2, 0.3, 0.4])
-    drawn = [int((probs.log() + gumbel_noise(seed, 5, 4)).argmax()) for seed in range(20_000)]
+    drawn = [int((probs.log() + gumbel_noise(seed, 0, 5, 4)).argmax()) for seed in range(20_000)]
     torch.testing.assert_close(torch.bincount(torch.tensor(drawn)) / 20_000, probs, atol=0.012, rtol=0)
-    assert torch.equal(gumbel_noise(3, 8, 9), gumbel_noise(3, 8, 9))
-    assert not torch.equal(gumbel_noise(3, 8, 9), gumbel_noise(3, 9, 9))
+    assert torch.equal(gumbel_noise(3, 0, 8, 9), gumbel_noise(3, 0, 8, 9))
+    assert not torch.equal(gumbel_noise(3, 0, 8, 9), gumbel_noise(3, 0, 9, 9))
+    assert not torch.equal(gumbel_noise(3, 0, 8, 9), gumbel_noise(3, 1, 8, 9))
 
 
 def test_noise_is_finite_everywhere():
     # A draw of exactly 0 would force its token; in float32 there is one at position 145.
-    assert all(gumbel_noise(1, position, 49152).isfinite().all() for position in range(140, 150))
+    assert all(gumbel_noise(1, 0, position, 49152).isfinite().all() for position in range(140, 150))

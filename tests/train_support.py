@@ -13,9 +13,9 @@ from transformers import PreTrainedTokenizerFast
 from hispec.train import Response
 
 
-def build_tokenizer(vocab_size: int = 64) -> PreTrainedTokenizerFast:
-    """One word a token: `w3` is token 3; the first three are special."""
-    words = ["<pad>", "<s>", "</s>", *(f"w{index}" for index in range(3, vocab_size))]
+def build_tokenizer(vocab_size: int = 64, extra: tuple[str, ...] = ()) -> PreTrainedTokenizerFast:
+    """One word a token: `w3` is token 3; the first three are special, and `extra` words come behind."""
+    words = ["<pad>", "<s>", "</s>", *(f"w{index}" for index in range(3, vocab_size)), *extra]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>")

@@ -142,6 +142,8 @@ def read_beginning(
 
 
 def _response(prompt: Prompt, sample: int, completion: Completion) -> Response:
+    if completion.error is not None:
+        raise ValueError(f"the base model fails on prompt {prompt.id!r}: {completion.error}")
     return Response(
         prompt_id=prompt.id,
         kind=prompt.kind,
