@@ -17,6 +17,7 @@ from .config import Method, SamplingParams
 from .engine import Completion, Engine, Prompt
 from .palette import Painter, When, legend, wants_colour
 from .prompt_file import PromptLine, read_prompt_file
+from .recheck import Rechecker, check_rechecked
 from .stats import Stats
 
 
@@ -61,6 +62,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     running.add_argument("--batch-size", "--batch_size", type=int, default=1, metavar="N", help="prompts side by side")
     running.add_argument("--num-blocks", "--num_blocks", type=int, metavar="N", help="of 16 tokens, in the KV cache")
+    running.add_argument(
+        "--exact", action="store_true", help="the same bits by every method, batch and draft length; slower"
+    )
     running.add_argument("--dtype", default="auto", help="auto, float32 or bfloat16")
     running.add_argument("--device", default="auto", help="auto, cpu or cuda")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write JSON lines there instead of text here")
@@ -69,6 +73,12 @@ def build_parser() -> argparse.ArgumentParser:
         choices=get_args(When),
         default="auto",
         help="colour streamed text by the level that proposed each token (default: on a terminal, without NO_COLOR)",
+    )
+    parser.add_argument(
+        "--check-lossless",
+        "--check_lossless",
+        action="store_true",
+        help="let the model itself read each text again, and count the tokens that are not its own choice",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object per result and nothing else")
     return parser
@@ -104,12 +114,15 @@ def _run(options: argparse.Namespace) -> int:
         top_p=options.top_p,
         seed=options.seed,
     )
+    if options.check_lossless:
+        check_rechecked(params)
     engine_options = {
         "method": options.method,
         "num_draft_tokens": options.num_draft_tokens,
         "num_provisional_tokens": options.num_provisional_tokens,
         "max_num_seqs": options.batch_size,
         "num_blocks": options.num_blocks,
+        "exact": options.exact,
     }
     print(f"{options.model} is {resolve_model(options.model).source}", file=sys.stderr)
     engine = Engine.from_pretrained(
@@ -124,14 +137,19 @@ def _run(options: argparse.Namespace) -> int:
         Chat(engine, params, system=options.system, use_colour=use_colour).run()
         return 0
     lines = read_prompts(engine, options, params)
+    recheck = Rechecker(engine.model.base, params) if options.check_lossless else None
     start = time.perf_counter()
     if options.output is None and not options.json and options.batch_size == 1:
-        stream_to_terminal(engine, lines, params, use_colour=use_colour)
+        stream_to_terminal(engine, lines, params, use_colour=use_colour, recheck=recheck)
     else:
         with open_output(options.output) as file:
             as_json = options.json or options.output is not None
-            write_results(engine, lines, params, WholeLines(file, options.output), as_json=as_json)
-    print(describe(engine.stats, engine.model.backbone.num_layers, time.perf_counter() - start), file=sys.stderr)
+            output = WholeLines(file, options.output)
+            write_results(engine, lines, params, output, as_json=as_json, recheck=recheck)
+    seconds = time.perf_counter() - start - (0 if recheck is None else recheck.seconds)
+    print(describe(engine.stats, engine.model.backbone.num_layers, seconds), file=sys.stderr)
+    if recheck is not None:
+        print(recheck.total.describe(), file=sys.stderr)
     return 0
 
 
@@ -145,6 +163,7 @@ def check_sources(options: argparse.Namespace) -> None:
             "--json": options.json,
             "--raw": options.raw,
             "--batch-size": options.batch_size != 1,
+            "--check-lossless": options.check_lossless,
         }
         if wrong := [flag for flag, value in one_shot.items() if value]:
             raise ValueError(f"{wrong[0]} does not go with --chat; leave one of them out")
@@ -177,7 +196,12 @@ def read_prompts(engine: Engine, options: argparse.Namespace, params: SamplingPa
 
 
 def stream_to_terminal(
-    engine: Engine, lines: Sequence[PromptLine], params: SamplingParams, *, use_colour: bool
+    engine: Engine,
+    lines: Sequence[PromptLine],
+    params: SamplingParams,
+    *,
+    use_colour: bool,
+    recheck: Rechecker | None = None,
 ) -> None:
     """Print each completion as it grows, one after the other."""
     use_colour = use_colour and len(engine.stats.levels) > 1
@@ -188,9 +212,13 @@ def stream_to_terminal(
             print(f"--- {line.id}")
         assert engine.tokenizer is not None
         painter = Painter(engine.tokenizer) if use_colour else None
+        token_ids: list[int] = []
         for delta in engine.stream(line.token_ids, params):
             print(painter.paint(delta) if painter else delta.text, end="", flush=True)
+            token_ids += delta.token_ids
         print()
+        if recheck is not None:
+            recheck(line.token_ids, token_ids)
 
 
 class WholeLines:
@@ -216,7 +244,13 @@ class WholeLines:
 
 
 def write_results(
-    engine: Engine, lines: Sequence[PromptLine], params: SamplingParams, output: WholeLines, *, as_json: bool
+    engine: Engine,
+    lines: Sequence[PromptLine],
+    params: SamplingParams,
+    output: WholeLines,
+    *,
+    as_json: bool,
+    recheck: Rechecker | None = None,
 ) -> None:
     """Write each completion as soon as it and all before it are finished; after Ctrl-C, all that are finished."""
     places = {engine.add_request(line.token_ids, params): place for place, line in enumerate(lines)}
@@ -225,7 +259,10 @@ def write_results(
 
     def write(place: int) -> None:
         line, completion = lines[place], finished.pop(place)
-        output.write(json.dumps(to_record(line, completion)) if as_json else f"--- {line.id}\n{completion.text}")
+        record = to_record(line, completion)
+        if recheck is not None:
+            record["recheck"] = recheck(line.token_ids, completion.token_ids).to_dict()
+        output.write(json.dumps(record) if as_json else f"--- {line.id}\n{completion.text}")
         if completion.error is not None:
             tqdm.write(f"{line.id}: {completion.error}", file=sys.stderr)
 
