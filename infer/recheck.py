@@ -46,12 +46,9 @@ class Recheck:
 
     def describe(self) -> str:
         """One line."""
-        start = (
-            f"checked by the model's own forward: {self.num_tokens - self.num_not_chosen} of {self.num_tokens} tokens"
-        )
-        if self.num_not_chosen == 0:
-            return f"{start} are its first choice"
-        return f"{start} are its first choice, the others at most {self.largest_gap:.3g} behind it"
+        num_chosen = self.num_tokens - self.num_not_chosen
+        line = f"checked by the model's own forward: {num_chosen} of {self.num_tokens} tokens are its first choice"
+        return f"{line}, the others at most {self.largest_gap:.3g} behind it" if self.num_not_chosen else line
 
 
 class Rechecker:
