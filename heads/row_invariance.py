@@ -109,7 +109,8 @@ def row_invariant(module: nn.Module) -> nn.Module:
             if part.fused not in fused:
                 fused[part.fused] = part.fused.twin(TiledProduct)
             setattr(twin, name, FusedPart(fused[part.fused], part.index))
-    if any(parameter.dim() > 1 for parameter in module.parameters(recurse=False)):
+    is_norm = hasattr(module, "eps") or hasattr(module, "variance_epsilon")  # its weights scale element by element
+    if not is_norm and any(parameter.dim() > 1 for parameter in module.parameters(recurse=False)):
         raise ValueError(f"its {type(module).__name__} computes with weights that are not plain linear layers")
     is_plain = not fused and not module._modules and not module._parameters and not module._buffers
     if is_plain and not isinstance(module, nn.Dropout | nn.Identity):

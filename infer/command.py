@@ -15,6 +15,7 @@ from .engine import Engine, Prompt
 from .flags import build_parser, engine_options, request_params
 from .palette import Painter, legend, wants_colour
 from .prompt_file import PromptLine, read_prompt_file
+from .recheck import Rechecker, check_rechecked
 from .result_file import WholeLines, check_output, open_output, write_results
 from .stats import Stats
 
@@ -45,6 +46,8 @@ def _run(options: argparse.Namespace) -> int:
     params = request_params(options)
     if options.chat and params.n > 1:
         raise ValueError("--n does not go with --chat; leave one of them out")
+    if options.check_lossless:
+        check_rechecked(params)
     print(f"{options.model} is {resolve_model(options.model).source}", file=sys.stderr)
     engine = Engine.from_pretrained(
         options.model,
@@ -58,15 +61,20 @@ def _run(options: argparse.Namespace) -> int:
         Chat(engine, params, system=options.system, use_colour=use_colour).run()
         return 0
     lines = read_prompts(engine, options, params)
+    recheck = Rechecker(engine.model.base, engine.eos_ids) if options.check_lossless else None
     start = time.perf_counter()
     is_plain = options.output is None and not options.json
     if is_plain and options.batch_size == 1 and all(line.params.n == 1 for line in lines):
-        stream_to_terminal(engine, lines, use_colour=use_colour)
+        stream_to_terminal(engine, lines, use_colour=use_colour, recheck=recheck)
     else:
         with open_output(options.output) as file:
             as_json = options.json or options.output is not None
-            write_results(engine, lines, WholeLines(file, options.output), as_json=as_json)
-    print(describe(engine.stats, engine.model.backbone.num_layers, time.perf_counter() - start), file=sys.stderr)
+            output = WholeLines(file, options.output)
+            write_results(engine, lines, output, as_json=as_json, recheck=recheck)
+    seconds = time.perf_counter() - start - (0 if recheck is None else recheck.seconds)
+    print(describe(engine.stats, engine.model.backbone.num_layers, seconds), file=sys.stderr)
+    if recheck is not None:
+        print(recheck.total.describe(), file=sys.stderr)
     return 0
 
 
@@ -80,6 +88,7 @@ def check_sources(options: argparse.Namespace) -> None:
             "--json": options.json,
             "--raw": options.raw,
             "--batch-size": options.batch_size != 1,
+            "--check-lossless": options.check_lossless,
         }
         if wrong := [flag for flag, value in one_shot.items() if value]:
             raise ValueError(f"{wrong[0]} does not go with --chat; leave one of them out")
@@ -98,6 +107,8 @@ def read_prompts(engine: Engine, options: argparse.Namespace, params: SamplingPa
         else:
             token_ids = engine.encode(prompt)
         own = replace(params, **settings)
+        if options.check_lossless:
+            check_rechecked(own)
         engine.check_params(own)
         engine.check_room(token_ids, own)
         return PromptLine(id=name, token_ids=token_ids, params=own)
@@ -113,7 +124,9 @@ def read_prompts(engine: Engine, options: argparse.Namespace, params: SamplingPa
     return lines
 
 
-def stream_to_terminal(engine: Engine, lines: Sequence[PromptLine], *, use_colour: bool) -> None:
+def stream_to_terminal(
+    engine: Engine, lines: Sequence[PromptLine], *, use_colour: bool, recheck: Rechecker | None = None
+) -> None:
     """Print each completion as it grows, one after the other."""
     use_colour = use_colour and len(engine.stats.levels) > 1
     if use_colour:
@@ -123,9 +136,13 @@ def stream_to_terminal(engine: Engine, lines: Sequence[PromptLine], *, use_colou
             print(f"--- {line.id}")
         assert engine.tokenizer is not None
         painter = Painter(engine.tokenizer) if use_colour else None
+        token_ids: list[int] = []
         for delta in engine.stream(line.token_ids, line.params):
             print(painter.paint(delta) if painter else delta.text, end="", flush=True)
+            token_ids += delta.token_ids
         print()
+        if recheck is not None:
+            recheck(line.token_ids, token_ids, line.params)
 
 
 def describe(stats: Stats, num_layers: int, seconds: float) -> str:

@@ -13,7 +13,10 @@ REQUEST_FLAGS = (
     *("ignore_eos", "seed", "logprobs", "n"),
 )
 """Fields of `SamplingParams` that have a flag of their name."""
-ENGINE_FLAGS = ("method", "num_draft_tokens", "num_provisional_tokens", "draft_policy", "min_confidence", "num_blocks")
+ENGINE_FLAGS = (
+    *("method", "num_draft_tokens", "num_provisional_tokens", "draft_policy", "min_confidence", "num_blocks"),
+    "exact",
+)
 """Fields of `EngineConfig` that have a flag of their name."""
 
 
@@ -34,6 +37,12 @@ def build_parser() -> argparse.ArgumentParser:
         choices=get_args(When),
         default="auto",
         help="colour streamed text by the level that proposed each token (default: on a terminal, without NO_COLOR)",
+    )
+    parser.add_argument(
+        "--check-lossless",
+        "--check_lossless",
+        action="store_true",
+        help="let the model itself read each text again, and count the tokens that are not its own choice",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object per result and nothing else")
     return parser
@@ -120,5 +129,6 @@ def _add_running_flags(group: argparse._ArgumentGroup) -> None:
     _add(group, "--min-confidence", type=float, metavar="P", help="of a dynamic policy: how unsure is too unsure")
     _add(group, "--batch-size", type=int, default=1, metavar="N", help="texts side by side (default: 1)")
     _add(group, "--num-blocks", type=int, metavar="N", help="of 16 tokens, in the KV cache")
+    _add(group, "--exact", action="store_true", help="the same bits by every method, batch and draft length; slower")
     _add(group, "--dtype", default="auto", help="auto, float32 or bfloat16")
     _add(group, "--device", default="auto", help="auto, cpu or cuda")

@@ -39,9 +39,9 @@ class Hierarchy:
     ) -> None:
         self._runner = runner
         self._policies = policies
+        self._read = partial(read_logits, vocab_size=runner.model.backbone.vocab_size, one_by_one=is_exact)
         self._generator = generator
         self._top = len(runner.levels) - 1
-        self._read = partial(read_logits, vocab_size=runner.model.backbone.vocab_size, is_exact=is_exact)
         self._asks_confidence = not all(isinstance(policy, FixedPolicy) for policy in policies)
 
     def prefill(self, chunks: list[Chunk]) -> None:
@@ -139,7 +139,7 @@ class Hierarchy:
         parts = list(logits.split([stop - start for start, stop in bounds]))
         vocab_ids = self._runner.vocab_ids(level)
         asks_confidence = self._asks_confidence and level < self._top
-        rows = self._read(logits, sequences, bounds, vocab_ids, asks_confidence=asks_confidence)
+        rows = self._read(logits, sequences, bounds, vocab_ids=vocab_ids, asks_confidence=asks_confidence)
         if level == self._top:
             for b, sequence in enumerate(sequences):
                 if rows[b].first_failure is not None and len(parts[b]) > 1:

@@ -3,7 +3,6 @@
 R packed rows; V vocabulary; V_d draft vocabulary.
 """
 
-from collections.abc import Callable
 from collections.abc import Sequence as Items
 from typing import NamedTuple
 
@@ -35,7 +34,7 @@ def read_logits(
     *,
     vocab_size: int,
     asks_confidence: bool = False,
-    is_exact: bool = False,  # sample each row by itself
+    one_by_one: bool = False,  # see `to_probs_one_by_one`
 ) -> list[Rows]:
     """Apply each sequence's sampling parameters to its rows; rows that are not finite become an even distribution."""
     counts = [stop - start for start, stop in bounds]
@@ -54,7 +53,7 @@ def read_logits(
     greedy_ids = (ids if vocab_ids is None else vocab_ids[ids]).split(counts)
     if all(sequence.params.is_greedy for sequence in sequences):
         return [Rows(greedy_ids[b], None, failures[b], confidence[b]) for b in range(len(sequences))]
-    probs = _probs(logits, sequences, counts, to_probs_one_by_one if is_exact else to_probs)
+    probs = (to_probs_one_by_one if one_by_one else to_probs)(logits, *_parameters(sequences, counts, logits.device))
     if vocab_ids is not None:
         probs = torch.zeros(len(probs), vocab_size, device=probs.device).index_copy_(1, vocab_ids, probs)
     rows = []
@@ -87,12 +86,10 @@ def _process(logits: Tensor, sequences: list[Sequence], bounds: Bounds, vocab_id
     return torch.cat(parts)
 
 
-def _probs(logits: Tensor, sequences: list[Sequence], counts: list[int], distribute: Callable[..., Tensor]) -> Tensor:
-    """The distributions asked for, `[R, V or V_d]`; rows of greedy sequences mean nothing."""
+def _parameters(sequences: list[Sequence], counts: list[int], device: torch.device) -> tuple[Tensor, ...]:  # [R] each
+    """What `to_probs` takes; for rows of greedy sequences it means nothing."""
     params = [sequence.params for sequence, count in zip(sequences, counts, strict=True) for _ in range(count)]
-    device = logits.device
-    return distribute(
-        logits,
+    return (
         torch.tensor([1.0 if each.is_greedy else each.temperature for each in params], device=device),
         torch.tensor([each.top_k for each in params], device=device),
         torch.tensor([each.top_p for each in params], device=device),

@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 from .engine import Completion, Engine
 from .prompt_file import PromptLine
+from .recheck import Rechecker
 
 
 class WholeLines:
@@ -35,7 +36,14 @@ class WholeLines:
             raise OSError(f"{place} cannot be written: {error.strerror}; make room, then run again") from None
 
 
-def write_results(engine: Engine, lines: Sequence[PromptLine], output: WholeLines, *, as_json: bool) -> None:
+def write_results(
+    engine: Engine,
+    lines: Sequence[PromptLine],
+    output: WholeLines,
+    *,
+    as_json: bool,
+    recheck: Rechecker | None = None,
+) -> None:
     """Write a prompt's texts as soon as they and all before them are finished; after Ctrl-C, all that are finished."""
     places = {engine.add_request(line.token_ids, line.params): place for place, line in enumerate(lines)}
     finished: dict[int, list[Completion]] = {place: [] for place in range(len(lines))}
@@ -44,7 +52,11 @@ def write_results(engine: Engine, lines: Sequence[PromptLine], output: WholeLine
     def write(place: int) -> None:
         line = lines[place]
         for completion in sorted(finished.pop(place), key=lambda completion: completion.index):
-            output.write(json.dumps(to_record(line, completion)) if as_json else f"--- {line.id}\n{completion.text}")
+            record = to_record(line, completion)
+            if recheck is not None:
+                text = recheck(line.token_ids, completion.token_ids, line.params, index=completion.index)
+                record["recheck"] = text.to_dict()
+            output.write(json.dumps(record) if as_json else f"--- {line.id}\n{completion.text}")
             if completion.error is not None:
                 tqdm.write(f"{line.id}: {completion.error}", file=sys.stderr)
 

@@ -255,3 +255,24 @@ def test_colours_of_a_streamed_answer(places, capsys, color):
 def test_flags_that_do_not_go_together(places, capfd, change, message):
     assert main([*places[1], *change]) == 2
     assert message in capfd.readouterr().err.strip().splitlines()[-1]
+
+
+@pytest.mark.parametrize("sampling", [[], ["--temperature", "0.8", "--seed", "3"]])
+def test_each_text_is_read_again_by_the_model(places, capfd, sampling):
+    _, flags = places
+    command = [*flags, *sampling, "--prompt", "w3 w4", "--prompt", "w9", "--max-new-tokens", "8", "--check-lossless"]
+    assert main([*command, "--json", "--batch-size", "2", "--exact"]) == 0
+    printed = capfd.readouterr()
+    records = [json.loads(line) for line in printed.out.splitlines()]
+    numbers = [len(record["token_ids"]) for record in records]
+    expected = [{"num_tokens": number, "num_not_chosen": 0, "largest_gap": 0.0} for number in numbers]
+    assert [record["recheck"] for record in records] == expected
+    line = f"checked by the model's own forward: {sum(numbers)} of {sum(numbers)} tokens are its first choice"
+    assert printed.err.splitlines()[-1] == line
+    assert main(command) == 0
+    assert capfd.readouterr().err.splitlines()[-1] == line
+
+
+def test_what_cannot_be_checked_is_refused_before_the_model_is_loaded(capfd):
+    assert main(["--model", "/nowhere", "--prompt", "a", "--temperature", "1", "--check-lossless"]) == 2
+    assert "temperature is 1.0 without a seed" in capfd.readouterr().err

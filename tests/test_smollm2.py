@@ -57,3 +57,23 @@ def test_a_seed_gives_one_text_by_every_method(engine):
         prompts = [prompt_ids(engine, prompt) for prompt in PROMPTS[:2]]
         texts.append([completion.text for completion in by_method.generate(prompts, params)])
     assert texts[0] == texts[1] == texts[2]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_exact_mode_says_one_text_by_every_method_and_length(engine, expected, dtype):
+    if dtype != "float32":
+        engine = Engine.from_pretrained("smollm2", dtype=dtype)
+    prompts = [prompt_ids(engine, prompt) for prompt in PROMPTS[:2]]
+    texts = []
+    for options in (
+        {"method": "autoregressive", "max_num_seqs": 1},
+        {"method": "single-layer", "num_draft_tokens": 4, "max_num_seqs": 2},
+        {"method": "hispec", "num_draft_tokens": 1, "max_num_seqs": 2, "max_prefill_tokens": 20},
+        {"method": "hispec", "num_draft_tokens": 3, "num_blocks": 12},
+    ):
+        exact = Engine(engine.model, engine.tokenizer, exact=True, **options)
+        completions = exact.generate(prompts, SamplingParams(max_new_tokens=48))
+        texts.append([completion.token_ids for completion in completions])
+    assert all(text == texts[0] for text in texts)
+    if dtype == "float32":
+        assert texts[0] == expected[:2]
