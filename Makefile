@@ -24,7 +24,7 @@ demo: $(INSTALLED)  ## Show speculation on a small model, on a CPU
 	$(BIN)/python -m hispec.infer.demo
 
 test: $(INSTALLED)  ## Run the tests, without the slow ones
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto
 
 check: $(INSTALLED)  ## Check format, lint, types and the direction of imports
 	$(BIN)/ruff format --check .

@@ -16,7 +16,7 @@ from ..recipes import resolve_model
 from .config import Method, SamplingParams
 from .detokenizer import decode
 from .engine import Completion, Engine, Prompt
-from .prompt_file import read_prompt_file
+from .prompt_file import PromptLine, read_prompt_file
 
 PROMPTS = (
     "Anna has 3 baskets with 12 apples each. She sells 17 apples at the market. How many are left?",
@@ -86,7 +86,13 @@ def _run(options: argparse.Namespace) -> int:
             print("\n".join(describe(name, run, runs[-1][GENERATE]) for name, run in runs[-1].items()))
         all_equal &= print_table("all prompts", runs)
     for path in options.prompts or []:
-        lines, _ = read_prompt_file(path, encode, skip_bad=False)
+        # Every way decodes greedily, whatever sampling a line asks for.
+        lines, _ = read_prompt_file(
+            path,
+            lambda name, prompt, _: PromptLine(id=name, token_ids=encode(prompt), params=SamplingParams()),
+            skip_bad=False,
+            ignore_fields=True,
+        )
         runs = []
         for line in tqdm(lines[: options.limit], desc=path.stem, unit="prompt"):
             runs.append({name: way(line.token_ids) for name, way in ways.items()})

@@ -244,7 +244,7 @@ class Engine:
         return request_id
 
     def _new_sequence(self, request_id: int, index: int, prompt_ids: list[int], params: SamplingParams) -> Sequence:
-        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_ids())
+        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_ids)
         sequence = Sequence(
             request_id=request_id,
             index=index,
@@ -450,7 +450,8 @@ class Engine:
             return sequence.stop_strings.text
         return None if self.tokenizer is None else decode(self.tokenizer, sequence.output_ids)
 
-    def _eos_ids(self) -> frozenset[int]:
+    @property
+    def eos_ids(self) -> frozenset[int]:
         """All tokens that end a text, as the base's own `generate` takes them."""
         generation_config = self.model.base.generation_config
         eos = None if generation_config is None else generation_config.eos_token_id

@@ -30,9 +30,9 @@ def read_logits(
     logits: Tensor,  # [R, V or V_d]
     sequences: list[Sequence],
     bounds: Bounds,
-    vocab_size: int,
     vocab_ids: Tensor | None = None,  # [V_d] int64, where the rows score a draft vocabulary
     *,
+    vocab_size: int,
     asks_confidence: bool = False,
     one_by_one: bool = False,  # see `to_probs_one_by_one`
 ) -> list[Rows]:

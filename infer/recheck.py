@@ -54,16 +54,18 @@ class Recheck:
 class Rechecker:
     """`recheck` for one text after the other, with their sum and the time that it took."""
 
-    def __init__(self, base: PreTrainedModel, params: SamplingParams) -> None:
-        check_rechecked(params)
+    def __init__(self, base: PreTrainedModel, eos_ids: Collection[int]) -> None:
         self._base = base
-        self._params = params
+        self._eos_ids = eos_ids
         self.total = Recheck()
         self.seconds = 0.0
 
-    def __call__(self, prompt_ids: Items[int], token_ids: Items[int]) -> Recheck:
+    def __call__(
+        self, prompt_ids: Items[int], token_ids: Items[int], params: SamplingParams, *, index: int = 0
+    ) -> Recheck:
         start = time.perf_counter()
-        result = recheck(self._base, prompt_ids, token_ids, self._params)
+        end_ids = {*params.stop_token_ids, *(() if params.ignore_eos else self._eos_ids)}
+        result = recheck(self._base, prompt_ids, token_ids, params, index=index, end_ids=end_ids)
         self.total.add(result)
         self.seconds += time.perf_counter() - start
         return result

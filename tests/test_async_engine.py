@@ -189,10 +189,13 @@ def test_close_ends_what_runs_and_the_thread(engine):
 
 def test_an_event_loop_that_is_gone_takes_its_requests_along(engine):
     served, loop = AsyncEngine(engine), asyncio.new_event_loop()
-    lost = loop.create_task(served.generate(PROMPTS[0], LONG))
-    loop.run_until_complete(until(lambda: engine.has_unfinished))
+
+    async def submit():
+        served._submit(PROMPTS[0], LONG, wants_deltas=True)
+        await until(lambda: engine.has_unfinished)
+
+    loop.run_until_complete(submit())
     loop.close()
-    lost._log_destroy_pending = False
 
     async def serve():
         completion = await served.generate(PROMPTS[1], PARAMS)

@@ -111,9 +111,8 @@ class InterruptedAt(io.StringIO):
 
     def write(self, text):
         written = super().write(text)
-        if text:
-            self.num_writes -= 1
-        if self.num_writes == 0:
+        self.num_writes -= bool(text)
+        if self.num_writes == 0 and text:
             for _ in range(self.num_signals):
                 signal.raise_signal(signal.SIGINT)
         return written

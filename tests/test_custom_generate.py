@@ -136,13 +136,16 @@ def test_stop_strings_end_each_row(engine, monkeypatch):
     assert not engine.has_unfinished
 
 
-def test_a_criterion_of_the_users_own_for_one_prompt(engine):
+def test_a_criterion_of_the_users_own_for_one_prompt(engine, capsys):
     plain = engine.model.base.generate(**ONE, max_new_tokens=12)
     criteria = StoppingCriteriaList([Contains(int(plain[0, 8]))])
     plain, ours = both(engine, ONE, max_new_tokens=12, stopping_criteria=criteria)
     assert torch.equal(plain, ours)
     assert plain.shape[1] < 15
     assert not engine.has_unfinished
+    both(engine, ONE, max_new_tokens=12, stopping_criteria=criteria, streamer=TextStreamer(build_tokenizer()))
+    streamed_plain, streamed_ours = capsys.readouterr().out.splitlines()
+    assert streamed_plain == streamed_ours
 
 
 def test_generates_own_streamer_gets_all(engine, capsys):

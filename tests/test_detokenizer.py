@@ -106,6 +106,14 @@ def test_pieces_of_a_text_are_whole_characters(name, text, sizes):
     assert "".join(pieces) == decode(tokenizer, ids)
 
 
+def test_a_special_token_ends_no_run_of_bytes():
+    """The wrong byte behind it still spoils the bytes before it, for the tokenizer that decodes the whole."""
+    tokenizer = TOKENIZERS["strip"]
+    ids = [3 + 0xC3, 3 + 0xA9, tokenizer.convert_tokens_to_ids("<|tool|>"), 3 + 0xFF]
+    assert decode(tokenizer, ids[:3]) == "é"
+    assert "".join(push_all(tokenizer, ids, [1])) == decode(tokenizer, ids) == REPLACEMENT * 3
+
+
 def test_an_emoji_of_four_tokens_comes_at_once():
     for tokenizer, before in ((TOKENIZER, "a"), (TOKENIZERS["strip"], "a")):
         ids = tokenizer("a🙂a")["input_ids"]

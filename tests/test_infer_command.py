@@ -78,6 +78,12 @@ BAD_LINES = [
     ('{"prompt": 5}', '"prompt" must be a text or a list'),
     ('{"prompt": []}', '"prompt" must be a text or a list'),
     ('{"prompt": ""}', "the prompt is empty"),
+    ('{"prompt": "w3", "temprature": 1}', 'the field "temprature" is unknown'),
+    ('{"prompt": "w3", "temperature": -1}', "temperature is -1"),
+    ('{"prompt": "w3", "n": 2}', "n is 2 at temperature 0"),
+    ('{"prompt": "w3", "stop_token_ids": [64]}', "stop_token_ids holds 64"),
+    ('{"prompt": "w3", "stop": ""}', "stop holds ''"),
+    ('{"prompt": "w3", "logit_bias": {"w3": 1}}', "logit_bias holds 'w3'"),
     (json.dumps({"prompt": "w3 " * 256}), "256 tokens, but the model's context holds 256"),
 ]
 
@@ -103,9 +109,56 @@ def test_a_bad_line_is_named_and_the_others_run_if_asked(places, tmp_path, capfd
     assert f"skipped: {path} line 2: " in printed.err
 
 
+def test_lines_have_sampling_parameters_of_their_own(places, tmp_path, capfd):
+    base, flags = places
+    path = tmp_path / "in.jsonl"
+    first = answer(base, "w3").split()[0]
+    lines = [
+        {"prompt": "w3", "max_new_tokens": 4, "turns": 1},
+        {"prompt": "w3", "banned_token_ids": [int(first[1:])]},
+        {"prompt": "w3", "temperature": 1.0, "seed": 3, "n": 2, "logprobs": 1},
+        {"prompt": "w3", "logit_bias": {"7": 50.0}, "max_new_tokens": 2},
+        {"prompt": "w3", "stop": first},
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    command = [*flags, "--input", str(path), "--json", "--max-new-tokens", "8", "--ignore-fields", "--batch-size", "4"]
+    assert main(command) == 0
+    short, banned, one, two, biased, stopped = map(json.loads, capfd.readouterr().out.splitlines())
+    assert short["text"] == answer(base, "w3", 4)
+    assert first not in banned["text"].split()
+    assert (one["index"], two["index"], len(one["logprobs"])) == (0, 1, len(one["token_ids"]))
+    assert one["token_ids"] != two["token_ids"]
+    assert biased["text"] == "w7 w7"
+    assert (stopped["text"], stopped["finish_reason"], stopped["stop_reason"]) == ("", "stop", first)
+
+
+def test_flags_reach_the_request_and_the_engine(places, capfd):
+    base, flags = places
+    words = answer(base, "w3").split()
+    command = [
+        *flags,
+        "--prompt",
+        "w3",
+        "--max-new-tokens",
+        "8",
+        "--draft-policy",
+        "dynamic",
+        "--min-confidence",
+        "0.5",
+    ]
+    assert main([*command, "--stop", words[2], "--include-stop"]) == 0
+    assert capfd.readouterr().out == " ".join(words[:3]) + "\n"
+    assert main([*command, "--n", "2", "--temperature", "1", "--ignore-eos"]) == 0
+    assert capfd.readouterr().out.count("--- prompt-1\n") == 2
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (["--n", "2"], "n is 2 at temperature 0"),
+        (["--min-new-tokens", "9", "--max-new-tokens", "8"], "min_new_tokens is 9"),
+        (["--stop", ""], "stop holds ''"),
+        (["--min-confidence", "2"], "min_confidence is 2.0"),
         (["--model", "nonsense"], "the model 'nonsense' is unknown"),
         (["--adapter", "/nowhere/adapter"], "/nowhere/adapter"),
         (["--prompt", ""], "the prompt is empty"),

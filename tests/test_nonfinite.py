@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from hispec.infer import Engine, SamplingParams
-from hispec.infer.command import WholeLines, write_results
 from hispec.infer.logits_reader import read_logits
 from hispec.infer.prompt_file import PromptLine
+from hispec.infer.result_file import WholeLines, write_results
 
 from .models import build_base, build_heads, reference, shallow
 from .test_batching import assert_all_is_free, fill_with_nan_what_is_free
@@ -57,7 +57,7 @@ def test_rows_that_are_not_finite_are_told_and_become_even():
     logits[5, 1:] = -math.inf
     params = SamplingParams(temperature=1.0)
     sequences = [SimpleNamespace(params=params, uses_rejection=True, logits_processor=None) for _ in range(4)]
-    rows = read_logits(logits, sequences, [(0, 1), (5, 7), (2, 4), (0, 1)], 4)
+    rows = read_logits(logits, sequences, [(0, 1), (5, 7), (2, 4), (0, 1)], vocab_size=4)
     assert [row.first_failure for row in rows] == [None, 0, 0, None]
     probs = torch.cat([row.probs for row in rows])
     assert torch.equal(probs[[1, 3, 4]], torch.full((3, 4), 0.25))
@@ -140,10 +140,11 @@ def test_a_stream_and_the_command_tell(base, tmp_path, capsys):
     with pytest.raises(FloatingPointError, match="at position 3 "):
         list(engine.stream([4, 7, 5], PARAMS))
     assert not engine.has_unfinished
-    lines = [PromptLine(id="bad", token_ids=[4, 7, 5]), PromptLine(id="good", token_ids=[4])]
+    params = SamplingParams(max_new_tokens=2)
+    lines = [PromptLine(id=name, token_ids=ids, params=params) for name, ids in (("bad", [4, 7, 5]), ("good", [4]))]
     path = tmp_path / "answers.jsonl"
     with path.open("w", encoding="utf-8") as file:
-        write_results(engine, lines, SamplingParams(max_new_tokens=2), WholeLines(file, path), as_json=True)
+        write_results(engine, lines, WholeLines(file, path), as_json=True)
     bad, good = map(json.loads, path.read_text().splitlines())
     assert (bad["finish_reason"], "at position 3 " in bad["error"]) == ("error", True)
     assert "error" not in good

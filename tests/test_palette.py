@@ -26,24 +26,36 @@ def test_each_token_has_the_colour_of_its_level():
     assert painter.paint(last) == f"{middle} w6{RESET}"
 
 
+def characters(painted: str) -> list[tuple[str, str]]:
+    """Each character with the level whose colour it has."""
+    found = []
+    for colour, text in re.findall("(\033\\[\\d+m)(.*?)\033\\[0m", painted, flags=re.DOTALL):
+        level = next(name for name, value in COLOURS.items() if value == colour)
+        found += [(character, level) for character in text]
+    return found
+
+
 @pytest.mark.parametrize("name", ["bytes", "strip", "metaspace"])
 @settings(max_examples=40, deadline=None)
 @given(data=st.data(), sizes=st.lists(st.integers(1, 4), min_size=1), cut=st.integers(0, 3))
-def test_without_its_colours_a_painted_text_is_the_text(name, data, sizes, cut):
+def test_each_character_has_the_colour_of_its_token(name, data, sizes, cut):
     """Also where the text is held back, or ends before its tokens do, as at a stop string."""
     tokenizer = TOKENIZERS[name]
     ids = data.draw(st.lists(st.integers(0, min(len(tokenizer), 270) - 1), min_size=1, max_size=16))
-    detokenizer, painter, start, painted, text, held = Detokenizer(tokenizer), Painter(tokenizer), 0, "", "", ""
+    levels = [NAMES[token_id % 3] for token_id in ids]
+    one_by_one, expected = Detokenizer(tokenizer), []
+    for token_id, level in zip(ids, levels, strict=True):
+        expected += [(character, level) for character in one_by_one.push([token_id])]
+    expected += [(character, levels[-1]) for character in one_by_one.finish()]
+    detokenizer, painter, painted, waiting, start = Detokenizer(tokenizer), Painter(tokenizer), "", "", 0
     while start < len(ids):
-        new = ids[start : start + sizes[start % len(sizes)]]
-        start += len(new)
-        is_last = start >= len(ids)
-        ready = held + detokenizer.push(new) + (detokenizer.finish() if is_last else "")
-        ready, held = ready[: max(0, len(ready) - cut)], ready[max(0, len(ready) - cut) :]
-        delta = Delta(ready, new, [NAMES[token_id % 3] for token_id in new], "stop" if is_last else None)
-        painted += painter.paint(delta)
-        text += ready
-    assert re.sub("\033\\[\\d+m", "", painted) == text
+        stop = start + sizes[start % len(sizes)]
+        is_last = stop >= len(ids)
+        waiting += detokenizer.push(ids[start:stop]) + (detokenizer.finish() if is_last else "")
+        ready, waiting = waiting[: max(0, len(waiting) - cut)], waiting[max(0, len(waiting) - cut) :]
+        painted += painter.paint(Delta(ready, ids[start:stop], levels[start:stop], "stop" if is_last else None))
+        start = stop
+    assert characters(painted) == expected[: max(0, len(expected) - cut)]
 
 
 def test_the_legend_shows_the_colours_of_the_levels():

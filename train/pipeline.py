@@ -175,7 +175,8 @@ def make_model(base: PreTrainedModel, recipe: Recipe, responses: Sequence[Respon
 def make_engine(base: PreTrainedModel, tokenizer: Any, data: DataRecipe) -> Engine:
     """An engine for the base alone."""
     model = EarlyExitModel.from_configs(base, [])
-    return Engine(model, tokenizer, method="autoregressive", max_num_seqs=data.batch_size)
+    # Nobody waits for single answers: prompts are read as many at once as pays.
+    return Engine(model, tokenizer, method="autoregressive", max_num_seqs=data.batch_size, max_prefill_tokens=4096)
 
 
 def render(engine: Engine, prompts: Sequence[Prompt]) -> list[list[int]]:
