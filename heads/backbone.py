@@ -60,6 +60,7 @@ class Backbone:
         self.num_layers = len(self.layers)
         self.hidden_size: int = config.hidden_size
         self.vocab_size: int = self.lm_head.weight.shape[0]
+        self.num_heads: int = config.num_attention_heads
         self.num_kv_heads: int = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.max_context = max_context(config)

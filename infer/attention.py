@@ -5,6 +5,7 @@ tokens of one sequence; spans of few tokens are attended together, padded to the
 """
 
 import itertools
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +16,7 @@ from torch.nn import functional as F
 from ..heads import capped_attention
 from .exact_attention import exact_attention
 from .kv_cache import KVCache
+from .varlen_attention import varlen_attention, varlen_layout
 
 MAX_PADDED = 16
 """Spans of at most this many tokens are padded and attended together."""
@@ -42,16 +44,26 @@ class _Group(NamedTuple):
 class PagedAttention:
     """An `Attend` for one forward pass: writes the new keys and values, attends over all up to each position.
 
-    With `is_exact` by `exact_attention`: bit for bit the same for a query in whatever batch it comes.
+    With `is_exact` by `exact_attention`: bit for bit the same for a query in whatever batch it comes. With `by_varlen`
+    by the GPU's paged kernel, see `can_use_varlen`, but for scores that are capped.
     """
 
-    def __init__(self, kv_cache: KVCache, spans: list[Span], device: torch.device, *, is_exact: bool = False) -> None:
+    def __init__(
+        self,
+        kv_cache: KVCache,
+        spans: list[Span],
+        device: torch.device,
+        *,
+        is_exact: bool = False,
+        by_varlen: bool = False,
+    ) -> None:
         self._kv_cache = kv_cache
+        self._spans = spans
         self._is_exact = is_exact
         self._device = device
         self._slots = _slots(spans, kv_cache.block_size, device)
         self._new_blocks = _new_blocks(spans, kv_cache.block_size, device)
-        self._groups = _group(spans, kv_cache.block_size, device)
+        self._layout = varlen_layout(spans, kv_cache.block_size, device) if by_varlen else None
         self._masks: dict[tuple[int, int | None, int], Tensor] = {}
 
     def __call__(
@@ -69,6 +81,9 @@ class PagedAttention:
         if self._new_blocks is not None:
             self._kv_cache.clear(kv_layer, self._new_blocks)
         self._kv_cache.write(kv_layer, self._slots, key, value)
+        if self._layout is not None and softcap is None:
+            pools = self._kv_cache.blocks(kv_layer)
+            return varlen_attention(query, *pools, self._layout, scaling=scaling, window=window)
         if len(self._groups) == 1 and isinstance(self._groups[0].rows, slice):
             return self._attend(0, kv_layer, query, scaling, window, softcap).reshape(query.shape)
         output = torch.empty_like(query)
@@ -76,6 +91,10 @@ class PagedAttention:
             attended = self._attend(index, kv_layer, query[group.rows], scaling, window, softcap)
             output[group.rows] = attended.reshape(-1, *query.shape[1:])
         return output
+
+    @cached_property
+    def _groups(self) -> list[_Group]:
+        return _group(self._spans, self._kv_cache.block_size, self._device)
 
     def _attend(
         self, index: int, kv_layer: int, query: Tensor, scaling: float, window: int | None, softcap: float | None
@@ -120,6 +139,39 @@ class PagedAttention:
                 mask &= key_positions > query_positions - window
             self._masks[index, window, groups] = mask.repeat(1, groups, 1).unsqueeze(1)
         return self._masks[index, window, groups]
+
+
+@torch.inference_mode()
+def can_use_varlen(kv_cache: KVCache, num_heads: int) -> bool:
+    """Whether this machine's paged kernel takes a cache of these shapes and gives what scaled dot products give.
+
+    Tried, for what it takes depends on the GPU and on torch: no float32, some only blocks of 256 tokens.
+    """
+    pool, size = kv_cache.keys[0], kv_cache.block_size
+    if pool.device.type != "cuda":
+        return False
+    num_kv_heads, head_dim = pool.shape[1:]
+    tried = KVCache(1, 3, size, num_kv_heads, head_dim, pool.dtype, pool.device)
+    spans = [Span([2], 0, min(5, size)), Span([1, 0], size - 1, size + 2)]
+    num_rows = sum(span.stop - span.start for span in spans)
+    generator = torch.Generator(pool.device).manual_seed(0)
+    query, key, value, *pools = (
+        torch.randn(*shape, head_dim, generator=generator, device=pool.device).to(pool.dtype)
+        for shape in [(num_rows, num_heads), *[(num_rows, num_kv_heads)] * 2, *[(3 * size, num_kv_heads)] * 2]
+    )
+    tried.keys[0].copy_(pools[0])
+    tried.values[0].copy_(pools[1])
+    try:
+        for window in (None, 3):
+            options = {"scaling": head_dim**-0.5, "window": window, "softcap": None}
+            expected, output = (
+                PagedAttention(tried, spans, pool.device, by_varlen=by_varlen)(0, query, key, value, **options)
+                for by_varlen in (False, True)
+            )
+            torch.testing.assert_close(output, expected, rtol=0.02, atol=0.02)
+    except (AssertionError, ImportError, RuntimeError, TypeError, ValueError):
+        return False
+    return True
 
 
 def _slots(spans: list[Span], block_size: int, device: torch.device) -> Tensor | slice:

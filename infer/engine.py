@@ -18,6 +18,7 @@ from transformers.generation.streamers import BaseStreamer
 from ..checkpoints import load_adapter, load_base, shipped_adapter
 from ..heads import EarlyExitModel
 from ..recipes import resolve_model
+from .attention import can_use_varlen
 from .block_manager import BlockManager
 from .config import EngineConfig, SamplingParams
 from .detokenizer import decode
@@ -114,6 +115,7 @@ class Engine:
             self.config.max_num_seqs,
             window=max_proposed + 3,
             is_exact=is_exact,
+            by_varlen=not is_exact and can_use_varlen(kv_cache, backbone.num_heads),
         )
         generator = torch.Generator()
         generator.seed()

@@ -52,6 +52,12 @@ class KVCache:
             return self.keys[layer][place].unsqueeze(0), self.values[layer][place].unsqueeze(0)
         return self._gather(self.keys[layer], place), self._gather(self.values[layer], place)
 
+    def blocks(self, layer: int) -> tuple[Tensor, Tensor]:
+        """All keys and values, `[N, S, Hkv, Dh]` each (views)."""
+        keys, values = self.keys[layer], self.values[layer]
+        shape = (-1, self.block_size, *keys.shape[1:])
+        return keys.view(shape), values.view(shape)
+
     def _gather(self, pool: Tensor, blocks: Tensor) -> Tensor:
         # Block by block: rows of some kilobytes are copied at the memory's speed, single tokens are not.
         rows = pool.view(len(pool) // self.block_size, -1).index_select(0, blocks.flatten())

@@ -4,6 +4,7 @@ T tokens side by side; D hidden size; V vocabulary; W positions in the window of
 """
 
 from collections.abc import Sequence as Items
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -42,12 +43,13 @@ class ModelRunner:
         window: int,
         *,
         is_exact: bool = False,  # attend as exact mode does; the model must be row-invariant
+        by_varlen: bool = False,  # attend by the GPU's paged kernel
     ) -> None:
         self.model = model
         self.levels = levels
         self._kv_cache = kv_cache
         self._window = window
-        self._is_exact = is_exact
+        self._attention = partial(PagedAttention, is_exact=is_exact, by_varlen=by_varlen)
         backbone = model.backbone
         shape = (num_rows * window, backbone.hidden_size)
         self._final_states = torch.zeros(shape, dtype=backbone.dtype, device=backbone.device)
@@ -205,4 +207,4 @@ class ModelRunner:
         spans = [
             Span(sequence.block_table, start, stop) for sequence, (start, stop) in zip(sequences, bounds, strict=True)
         ]
-        return PagedAttention(self._kv_cache, spans, self.model.backbone.device, is_exact=self._is_exact)
+        return self._attention(self._kv_cache, spans, self.model.backbone.device)

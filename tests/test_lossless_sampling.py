@@ -55,7 +55,7 @@ def enumerate_target(base, prompt, sampling) -> dict[tuple[int, ...], float]:
     params = SamplingParams(**sampling)
     continuations = list(itertools.product(range(VOCAB), repeat=LENGTH))
     inputs = torch.tensor([[*prompt, *continuation[:-1]] for continuation in continuations])
-    with torch.inference_mode():
+    with torch.no_grad():
         logits = base(inputs).logits[:, len(prompt) - 1 :]
     if params.changes_logits:
         # Each continuation by itself, and every row from nothing: no incremental state is trusted here.
