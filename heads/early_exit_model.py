@@ -38,6 +38,7 @@ class EarlyExitModel(nn.Module):
         self.is_packed = False
         """Whether `pack_weights` was called."""
         self.refresh_draft_vocab()
+        self._watched = list(self.parameters())
         self._state = self._tensor_state()
 
     @classmethod
@@ -141,7 +142,7 @@ class EarlyExitModel(nn.Module):
         return self.backbone.logits(state, self._rows[index])
 
     def _tensor_state(self) -> list[tuple[int, int]]:
-        return [tensor_state(parameter) for parameter in self.parameters()]
+        return [tensor_state(parameter) for parameter in self._watched]
 
     def _apply(self, fn, recurse: bool = True):  # type: ignore[no-untyped-def]
         result = super()._apply(fn, recurse)

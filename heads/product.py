@@ -13,6 +13,9 @@ MAX_FEW_ROWS = 8
 MAX_FEWEST_ROWS = 2
 """Up to so many rows that also holds beside a packed weight."""
 
+MAX_PACKED_ROWS = 64
+"""Beyond so many rows a packed weight saves little, and its kernel takes a while to be made for each number of rows."""
+
 
 class Product:
     """`hidden @ weight.T + bias`, on a CPU in whichever of three forms reads the weight fastest.
@@ -39,7 +42,7 @@ class Product:
         num_rows = hidden.numel() // hidden.shape[-1]
         if hidden.dtype == torch.float32 and num_rows <= (MAX_FEW_ROWS if self._packed is None else MAX_FEWEST_ROWS):
             return self._transposed(hidden, num_rows)
-        return self.by_kernel(hidden, packed=self._packed is not None)
+        return self.by_kernel(hidden, packed=self._packed is not None and num_rows <= MAX_PACKED_ROWS)
 
     @property
     def is_packed(self) -> bool:

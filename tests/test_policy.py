@@ -65,7 +65,9 @@ def test_few_kept_tokens_make_short_drafts(base, monkeypatch):
 
 @pytest.mark.parametrize("seeded", [False, True], ids=["rejection", "coupled"])
 def test_the_distribution_is_that_of_the_base(sampled_model, seeded):  # noqa: F811
-    counts, engine = sample(sampled_model, PLAIN, seeded=seeded, draft_policy="dynamic", min_confidence=0.3)
+    counts, engine = sample(
+        sampled_model, PLAIN, seeded=seeded, draft_policy="dynamic", min_confidence=0.3, num_samples=2400
+    )
     assert is_lossless(sampled_model, counts, PLAIN)
     lengths = engine.stats.levels["intermediate"].drafted_per_position
     assert lengths[1] < lengths[0]
