@@ -7,9 +7,11 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from types import TracebackType
 
+from .completion import Completion
 from .config import SamplingParams
-from .engine import Completion, Engine, Prompt
+from .engine import Engine
 from .follower import Delta, Follower
+from .prompt import Prompt
 
 
 @dataclass(eq=False, kw_only=True)

@@ -11,9 +11,10 @@ from typing import Any
 from ..recipes import resolve_model
 from .chat import Chat
 from .config import SamplingParams
-from .engine import Engine, Prompt
+from .engine import Engine
 from .flags import build_parser, engine_options, request_params
 from .palette import Painter, legend, wants_colour
+from .prompt import Prompt
 from .prompt_file import PromptLine, read_prompt_file
 from .recheck import Rechecker, check_rechecked
 from .result_file import WholeLines, check_output, open_output, write_results

@@ -13,9 +13,11 @@ from tqdm import tqdm
 from transformers import GenerationConfig
 
 from ..recipes import resolve_model
+from .completion import Completion
 from .config import Method, SamplingParams
 from .detokenizer import decode
-from .engine import Completion, Engine, Prompt
+from .engine import Engine
+from .prompt import Prompt
 from .prompt_file import PromptLine, read_prompt_file
 
 PROMPTS = (

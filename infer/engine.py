@@ -3,14 +3,10 @@
 import itertools
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
-from numbers import Integral
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
-from jinja2 import TemplateError
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
@@ -20,55 +16,21 @@ from ..heads import EarlyExitModel
 from ..recipes import resolve_model
 from .attention import can_use_varlen
 from .block_manager import BlockManager
+from .completion import Completion, build_completion
 from .config import EngineConfig, SamplingParams
-from .detokenizer import decode
 from .exact import build_exact
 from .follower import Delta, Follower, StreamerFeed
 from .hierarchy import Hierarchy
 from .kv_cache import KVCache, bytes_per_token
+from .levels import build_levels, build_policies, draft_lengths
 from .logits_processor import LogitsProcessor
-from .model_runner import Level, ModelRunner
-from .policy import DynamicPolicy, FixedPolicy, Policy
+from .memory import default_num_blocks, should_pack
+from .model_runner import ModelRunner
+from .prompt import Prompt, PromptEncoder
 from .scheduler import Scheduler
-from .sequence import FinishReason, Logprob, Sequence
+from .sequence import Sequence
 from .stats import Stats
 from .stop_strings import StopStrings
-
-Prompt = str | Items[int] | Items[dict[str, Any]]
-"""Raw text, token ids, or chat messages (`{"role", "content"}`) for the model's template."""
-
-MEMORY_SHARE = 0.25
-"""Of the machine's memory, what the KV cache takes at most when `num_blocks` is not given."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Completion:
-    """One finished generation."""
-
-    request_id: int
-    """As `add_request` returned it."""
-    index: int
-    """Which of the request's `n` texts, from 0."""
-    prompt_token_ids: list[int]
-    """The prompt as the model read it."""
-    token_ids: list[int]
-    """The generated tokens, the token that ended the text included."""
-    text: str | None
-    """The generated tokens as text, without special tokens, cut where a stop string ended it; None for an engine
-    without a tokenizer."""
-    finish_reason: FinishReason
-    """`stop`: the text ended; `length`: the limit or the context was reached; `error`: see `error`."""
-    stop_reason: int | str | None
-    """The end token or the stop string that ended the text."""
-    origins: list[str]
-    """For each generated token the level whose own choice it was: a drafted token that all levels kept is `draft`'s,
-    a recovered or bonus token that of the level which added it, the first one after a prompt `target`'s."""
-    logprobs: list[Logprob] | None
-    """One for each token, where they were asked for."""
-    stats: Stats
-    """What this generation took."""
-    error: str | None = None
-    """At which position the model's logits were NaN or infinite; the tokens before it stand."""
 
 
 class Engine:
@@ -83,18 +45,15 @@ class Engine:
         self.tokenizer = tokenizer
         self.config = EngineConfig(**options)
         backbone = model.backbone
-        levels = _levels(model, self.config.method)
-        if _should_pack(self.config, model):
+        levels = build_levels(model, self.config.method)
+        if should_pack(self.config, model):
             model.pack_weights()
-        lengths = [self.config.num_draft_tokens] * (len(levels) - 1)
+        lengths = draft_lengths(self.config)
+        # One short of enough, the intermediate level verifies a whole draft more and adds its token.
         max_proposed = sum(lengths)
-        if self.config.method == "hispec":
-            lengths[-1] = self.config.num_provisional_tokens
-            # One short of enough, the intermediate level verifies a whole draft more and adds its token.
-            max_proposed = self.config.num_provisional_tokens + self.config.num_draft_tokens
         num_cache_layers = backbone.num_layers + len(model.heads)
         cache_shape = (num_cache_layers, backbone.num_kv_heads, backbone.head_dim)
-        num_blocks = self.config.num_blocks or _default_num_blocks(
+        num_blocks = self.config.num_blocks or default_num_blocks(
             self.config, backbone.max_context, bytes_per_token(*cache_shape, backbone.dtype), backbone.device
         )
         kv_cache = KVCache(
@@ -119,8 +78,9 @@ class Engine:
         )
         generator = torch.Generator()
         generator.seed()
+        self._encoder = PromptEncoder(tokenizer, backbone.vocab_size, backbone.max_context)
         self._level_names = tuple(level.name for level in levels)
-        self._hierarchy = Hierarchy(runner, _policies(self.config, lengths), generator, is_exact=is_exact)
+        self._hierarchy = Hierarchy(runner, build_policies(self.config, lengths), generator, is_exact=is_exact)
         self._scheduler = Scheduler(
             BlockManager(num_blocks, self.config.block_size),
             self.config.max_num_seqs,
@@ -174,35 +134,11 @@ class Engine:
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt; ValueError for an empty prompt or what this tokenizer cannot read."""
-        if not isinstance(prompt, str) and all(isinstance(item, Integral) for item in prompt):
-            token_ids = [int(item) for item in prompt]  # type: ignore[arg-type]
-        elif self.tokenizer is None:
-            raise ValueError("this engine has no tokenizer; give prompts as lists of token ids")
-        else:
-            token_ids = _tokenize(self.tokenizer, prompt)
-        if not token_ids:
-            raise ValueError("the prompt is empty; it needs at least one token")
-        vocab_size, max_context = self.model.backbone.vocab_size, self.model.backbone.max_context
-        if not all(0 <= token_id < vocab_size for token_id in token_ids):
-            raise ValueError(f"the prompt has a token id outside 0 to {vocab_size - 1}")
-        if len(token_ids) >= max_context:
-            raise ValueError(
-                f"the prompt has {len(token_ids)} tokens, but the model's context holds {max_context}; shorten it"
-            )
-        return token_ids
+        return self._encoder.encode(prompt)
 
     def encode_turn(self, text: str, system: str | None = None) -> list[int]:
-        """Token ids of a user's turn, by the chat template; of the plain text where the model has none.
-
-        `system` is a system message before it; ValueError where there is no template to put it in.
-        """
-        has_template = self.tokenizer is not None and self.tokenizer.chat_template is not None
-        if system is not None and not has_template:
-            raise ValueError("this model has no chat template, so a system message has no place; leave it out")
-        turn = [{"role": "user", "content": text}]
-        if system is not None:
-            turn.insert(0, {"role": "system", "content": system})
-        return self.encode(turn if has_template and text else text)
+        """Token ids of a user's turn, as `PromptEncoder.encode_turn`."""
+        return self._encoder.encode_turn(text, system)
 
     def check_params(self, params: SamplingParams) -> None:
         """Raise ValueError for what this model or its tokenizer cannot serve."""
@@ -332,7 +268,8 @@ class Engine:
             unfinished.remove(sequence)
             if not unfinished:
                 del self._unfinished[sequence.request_id]
-            completion = self._complete(sequence)
+            self.stats.add(sequence.stats)
+            completion = build_completion(sequence, self._level_names, self.tokenizer)
             follower = self._followers.pop(sequence.request_id, None)
             if follower is None:
                 completions.append(completion)
@@ -427,29 +364,6 @@ class Engine:
             if request_id in self._unfinished:
                 self.abort(request_id)
 
-    def _complete(self, sequence: Sequence) -> Completion:
-        assert sequence.finish_reason is not None
-        self.stats.add(sequence.stats)
-        output_ids = sequence.output_ids
-        return Completion(
-            request_id=sequence.request_id,
-            index=sequence.index,
-            prompt_token_ids=sequence.prompt_ids,
-            token_ids=output_ids,
-            text=self._text(sequence),
-            finish_reason=sequence.finish_reason,
-            stop_reason=sequence.stop_reason,
-            origins=[self._level_names[origin] for origin in sequence.origins],
-            logprobs=None if sequence.params.logprobs is None else sequence.logprobs,
-            stats=sequence.stats,
-            error=sequence.error,
-        )
-
-    def _text(self, sequence: Sequence) -> str | None:
-        if sequence.stop_strings is not None:
-            return sequence.stop_strings.text
-        return None if self.tokenizer is None else decode(self.tokenizer, sequence.output_ids)
-
     @property
     def eos_ids(self) -> frozenset[int]:
         """All tokens that end a text, as the base's own `generate` takes them."""
@@ -458,54 +372,3 @@ class Engine:
         if eos is None:
             return frozenset()
         return frozenset([eos] if isinstance(eos, int) else eos)
-
-
-def _tokenize(tokenizer: PreTrainedTokenizerBase, prompt: Any) -> list[int]:
-    try:
-        if isinstance(prompt, str):
-            return list(tokenizer(prompt)["input_ids"])
-        if not all(isinstance(item, dict) for item in prompt):
-            raise ValueError(f"the prompt {prompt!r} is neither a text, nor token ids, nor a list of messages")
-        if tokenizer.chat_template is None:
-            raise ValueError("this model has no chat template; give the prompt as plain text")
-        rendered = tokenizer.apply_chat_template(list(prompt), tokenize=False, add_generation_prompt=True)
-        return list(tokenizer(rendered, add_special_tokens=False)["input_ids"])
-    except TemplateError as error:
-        raise ValueError(f"the chat template refuses these messages: {error}") from None
-    except TypeError:
-        # What the tokenizer says of a lone surrogate, for example.
-        raise ValueError("the prompt is not text that can be encoded") from None
-
-
-def _policies(config: EngineConfig, lengths: Items[int]) -> list[Policy]:
-    if config.draft_policy == "fixed":
-        return [FixedPolicy(max_length=length) for length in lengths]
-    return [DynamicPolicy(max_length=length, min_confidence=config.min_confidence) for length in lengths]
-
-
-def _should_pack(config: EngineConfig, model: EarlyExitModel) -> bool:
-    if config.pack_weights is not None or model.is_packed:
-        return config.pack_weights is not False
-    num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    return num_bytes <= psutil.virtual_memory().available / 2
-
-
-def _levels(model: EarlyExitModel, method: str) -> tuple[Level, ...]:
-    num_exits = {"autoregressive": 0, "single-layer": 1, "hispec": 2}[method]
-    if len(model.heads) < num_exits:
-        raise ValueError(
-            f"method {method!r} needs {num_exits} exit head{'s' * (num_exits > 1)}, but the model has "
-            f"{len(model.heads)}; load an adapter that has them, or choose another method"
-        )
-    names = (*("draft", "intermediate")[:num_exits], "target")
-    stops = (*model.exit_layers[:num_exits], model.backbone.num_layers)
-    starts = (0, *stops[:-1])
-    heads = (*range(num_exits), None)
-    return tuple(Level(*level) for level in zip(names, starts, stops, heads, strict=True))
-
-
-def _default_num_blocks(config: EngineConfig, max_context: int, num_bytes_per_token: int, device: torch.device) -> int:
-    full = config.max_num_seqs * -(-max_context // config.block_size)
-    on_gpu = device.type == "cuda"
-    memory = torch.cuda.mem_get_info(device)[1] if on_gpu else psutil.virtual_memory().total
-    return max(1, min(full, int(memory * MEMORY_SHARE // (num_bytes_per_token * config.block_size))))

@@ -1,17 +1,15 @@
 """A generation as it grows."""
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
+from .completion import Completion
 from .detokenizer import Detokenizer
 from .sequence import FinishReason, Sequence
 from .stats import Stats
-
-if TYPE_CHECKING:
-    from .engine import Completion
 
 
 class Delta(NamedTuple):

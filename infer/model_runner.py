@@ -5,7 +5,6 @@ T tokens side by side; D hidden size; V vocabulary; W positions in the window of
 
 from collections.abc import Sequence as Items
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,17 +13,8 @@ from torch import Tensor
 from ..heads import EarlyExitModel, ExitHead, context_positions
 from .attention import PagedAttention, Span
 from .kv_cache import KVCache
+from .levels import Level
 from .sequence import Chunk, Sequence
-
-
-class Level(NamedTuple):
-    """Decoder layers `[start, stop)` and what reads their output."""
-
-    name: str
-    start: int
-    stop: int
-    head: int | None
-    """Index of the exit head; None is the base's own norm and LM head."""
 
 
 class ModelRunner:

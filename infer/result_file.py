@@ -9,7 +9,8 @@ from typing import IO, Any
 
 from tqdm import tqdm
 
-from .engine import Completion, Engine
+from .completion import Completion
+from .engine import Engine
 from .prompt_file import PromptLine
 from .recheck import Rechecker
 
