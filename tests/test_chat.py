@@ -150,8 +150,9 @@ def test_a_question_without_an_answer_is_forgotten(engine, monkeypatch):
 
 def test_a_full_context_is_told_and_the_session_goes_on(base):
     base = shallow(base, 3)
-    engine = Engine(build_heads(base, "good"), chat_tokenizer(), num_blocks=40)
-    engine.model.backbone.max_context = 16
+    model = build_heads(base, "good")
+    model.backbone.max_context = 16
+    engine = Engine(model, chat_tokenizer(), num_blocks=40)
     terminal = Terminal("w3 " * 13, "w4", "/undo", "w5")
     chat = terminal.talk(engine, max_new_tokens=5)
     notes = terminal.notes.getvalue()

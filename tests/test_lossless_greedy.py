@@ -58,7 +58,7 @@ def test_every_head(base, quality, kind, method):
     assert rate > 0.9 if quality == "good" else rate < 0.6
 
 
-@pytest.mark.parametrize("exit_layers", [(2, 4), (0, 3), (0, 1), (4, 5)])
+@pytest.mark.parametrize("exit_layers", [(2, 4), (0, 1)])
 @pytest.mark.parametrize("num_draft_tokens", range(1, 6))
 def test_every_length(base, exit_layers, num_draft_tokens):
     model = build_heads(shallow(base, 4), "random", exit_layers, committed_context=True, draft_vocab_size=48)
