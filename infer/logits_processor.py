@@ -68,7 +68,8 @@ class LogitsProcessor:
             logits = logits + (self._bias if vocab_ids is None else self._bias[vocab_ids])
         num_early = self._params.min_new_tokens - (start + 1 - self._num_prompt)
         if num_early > 0:
-            is_end = torch.isin(self._columns(logits, vocab_ids), self._end_ids)
+            columns = torch.arange(logits.shape[-1], device=logits.device) if vocab_ids is None else vocab_ids
+            is_end = torch.isin(columns, self._end_ids)
             is_early = torch.arange(len(logits), device=logits.device) < num_early
             logits = logits.masked_fill(is_early[:, None] & is_end, -torch.inf)
         return logits
@@ -85,10 +86,6 @@ class LogitsProcessor:
         for place, token_id in enumerate(token_ids[num_committed:], start=num_committed):
             counts[max(0, place + 1 - first_row_sees) :, token_id] += 1
         return counts
-
-    @staticmethod
-    def _columns(logits: Tensor, vocab_ids: Tensor | None) -> Tensor:
-        return torch.arange(logits.shape[-1], device=logits.device) if vocab_ids is None else vocab_ids
 
 
 def penalise(

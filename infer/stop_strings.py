@@ -30,7 +30,6 @@ class StopStrings:
 
     def push(self, token_id: int) -> bool:
         """Add a token; whether it ended the text."""
-        start = max(0, len(self.text) - self._longest + 1)
         num_before = len(self.text)
         self.text += self._detokenizer.push([token_id])
         self._num_early -= 1
@@ -40,7 +39,7 @@ class StopStrings:
         matches = [
             (place, text)
             for text in self._stop
-            if (place := self.text.find(text, max(start, num_before - len(text) + 1))) >= 0
+            if (place := self.text.find(text, max(0, num_before - len(text) + 1))) >= 0
         ]
         if not matches:
             return False
