@@ -49,8 +49,8 @@ def evaluate(
     - `num_tokens`: loss rows; all below are means over these.
     - `hops`: `{hop: {"agreement", "acceptance"}}`, with windows as in training; `by_kind`: `{kind: hops}`, and
       `num_tokens_by_kind`.
-    - `calibration`: `{exit: [{"num_tokens", "confidence", "agreement"}]}`, a tenth of confidence an entry, see
-      `Calibration`; windows as in training.
+    - `calibration`: `{exit: [{"from", "num_tokens", "confidence", "agreement"}]}`, an entry for each tenth of
+      confidence with its mean and its agreement with the target; windows as in training.
     - `by_distance`: `{distance: hops}`: every row is as far from its committed context as the key says. Without
       committed context all distances are the same.
     - `by_place`: `{hop: {"agreement": [...], "num_drafts": [...]}}`: the share of tokens at place 1, 2, ... of a

@@ -115,7 +115,9 @@ def ticks(low: float, high: float, most: int = 6) -> list[float]:
         return [low]
     power = 10.0 ** math.floor(math.log10(span / most))
     step = next(power * factor for factor in (1, 2, 2.5, 5, 10, 20) if span / (power * factor) <= most - 1)
-    return [round(step * count, 12) for count in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
+    return [
+        round(step * count, 12) for count in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)
+    ]
 
 
 def shorten(value: float) -> str:
@@ -132,13 +134,13 @@ def _svg(title: str, height: float, parts: Sequence[str]) -> str:
         f'role="img" font-family="system-ui, -apple-system, Helvetica, Arial, sans-serif" font-size="12">'
     )
     ground = f'<rect width="{WIDTH}" height="{height}" fill="#fff"/>'
-    heading = f'<text x="16" y="24" font-size="15" font-weight="600" fill="#222">{escape(title)}</text>'
+    heading = f'<text x="16" y="24" font-size="15" font-weight="600" fill="#222">{_plain(title)}</text>'
     return "\n".join([head, _tip(title), ground, heading, *parts, "</svg>", ""])
 
 
 def _text(x: float, y: float, text: str, anchor: str = "start", *, turned: bool = False) -> str:
     turn = f' transform="rotate(-90 {x:.1f} {y:.1f})"' if turned else ""
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="#333"{turn}>{escape(text)}</text>'
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="#333"{turn}>{_plain(text)}</text>'
 
 
 def _rule(x1: float, y1: float, x2: float, y2: float, colour: str = "#ddd") -> str:
@@ -150,10 +152,13 @@ def _mark(x: float, y: float, number: int, colour: str, tip: str) -> str:
     if number % 3 == 1:
         return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{colour}">{_tip(tip)}</circle>'
     turn = f' transform="rotate(45 {x:.1f} {y:.1f})"' if number % 3 == 0 else ""
-    return (
-        f'<rect x="{x - 3:.1f}" y="{y - 3:.1f}" width="6" height="6" fill="{colour}"{turn}>{_tip(tip)}</rect>'
-    )
+    return f'<rect x="{x - 3:.1f}" y="{y - 3:.1f}" width="6" height="6" fill="{colour}"{turn}>{_tip(tip)}</rect>'
 
 
 def _tip(text: str) -> str:
-    return f"<title>{escape(text)}</title>"
+    return f"<title>{_plain(text)}</title>"
+
+
+def _plain(text: str) -> str:
+    # Names of kinds are the user's; XML takes no control characters.
+    return escape("".join(letter for letter in text if letter.isprintable()))

@@ -75,8 +75,7 @@ def predicted_lengths(
     kept: dict[str, dict[str, list[float]]] = {
         "greedy": {hop: values["agreement"] for hop, values in acceptance["by_place"].items()},
         "sampled": {
-            hop: [hops[hop]["acceptance"] for hops in acceptance["by_distance"].values()]
-            for hop in acceptance["hops"]
+            hop: [hops[hop]["acceptance"] for hops in acceptance["by_distance"].values()] for hop in acceptance["hops"]
         },
     }
     single_layer = {

@@ -79,9 +79,14 @@ class Calibration:
         self._sums.index_add_(1, bins, values)
 
     def result(self) -> list[dict[str, float]]:
-        """One entry for each tenth of confidence that occurs: `num_tokens`, mean `confidence`, `agreement`."""
+        """One entry for each tenth of confidence that occurs: `from`, `num_tokens`, mean `confidence`, `agreement`."""
         return [
-            {"num_tokens": int(number), "confidence": round(sure / number, 5), "agreement": round(right / number, 5)}
-            for number, sure, right in self._sums.t().tolist()
+            {
+                "from": place / NUM_BINS,
+                "num_tokens": int(number),
+                "confidence": round(sure / number, 5),
+                "agreement": round(right / number, 5),
+            }
+            for place, (number, sure, right) in enumerate(self._sums.t().tolist())
             if number
         ]
