@@ -141,8 +141,8 @@ def acceptance(run: Run) -> list[str]:
     by_place = [[describe_hop(hop), *_shares(measured["by_place"][hop], len(distances))] for hop in hops]
     how_to_read = f"""
         {names[-1]} reads: of what the exit behind {_layers(names[-1].split()[0])} proposes, so much survives the
-        target, the whole model. *Agreement* is the share of places where both find the same token likeliest, which is what
-        greedy decoding keeps. *Expected acceptance* is the share kept when sampling at temperature 1.
+        target, the whole model. *Agreement* is the share of places where both find the same token likeliest, which is
+        what greedy decoding keeps. *Expected acceptance* is the share kept when sampling at temperature 1.
         """
     kinds = """
         By kind of data, agreement / expected acceptance. Of n tokens, agreement is known to about 0.5 / √n.
