@@ -156,7 +156,8 @@ def acceptance(run: Run) -> list[str]:
     }"""
     given = """
         Agreement at the same positions, given that it never failed before in the draft: higher, because what is easy
-        stays easy for a while. The greedy acceptance lengths below come from these.
+        stays easy for a while. The tokens between are the response's own. The greedy acceptance lengths below come
+        from these.
         """
     return [
         prose(how_to_read),
@@ -223,7 +224,9 @@ def length(run: Run) -> list[str]:
         each adds the tokens that were kept and one of the intermediate's own, until `num_provisional_tokens` =
         {predicted["num_provisional_tokens"]} or more wait; what the target keeps is taken as independent of m. *greedy*
         takes the shares given that all before were kept; *sampled* (temperature 1, rejection rule) takes the expected
-        acceptance by position, as if the positions were independent. Ends of texts are left out.
+        acceptance by position, as if the positions were independent. Ends of texts are left out. As `hispec` puts
+        {predicted["num_provisional_tokens"]} or more tokens before the target whatever K is, compare it with
+        `single-layer` at {predicted["num_provisional_tokens"]}.
         """
     formulas = [
         "    single-layer:  1 + a1 + a1 a2 + ... + a1 a2 ... aK         a: kept by the target, of the draft's",
