@@ -93,7 +93,7 @@ def is_passing(error: BaseException) -> bool:
     """Whether trying again soon may help: the connection broke, or the hub had trouble of its own."""
     status = status_of(error)
     if status is not None:
-        return status in (408, 429) or status >= 500
+        return status == 408 or status >= 500
     found = list(causes(error))
     return not any(isinstance(cause, OfflineModeIsEnabled) for cause in found) and any(
         isinstance(cause, UNREACHABLE) for cause in found

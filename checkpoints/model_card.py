@@ -94,7 +94,7 @@ def _introduction(config: Mapping[str, Any]) -> str:
     return (
         f"Early-exit heads for {_base_link(config)}, made with hispec. With them the model drafts its own next tokens "
         "behind a few of its layers, and its full depth verifies them (hierarchical speculative decoding, "
-        f"[arXiv 2510.01336]({PAPER})): it generates faster, and exactly its own output. The weights of the base are "
+        f"[arXiv 2510.01336]({PAPER})): faster generation of exactly its own output. The weights of the base are "
         "neither changed nor part of this repository."
     )
 
@@ -159,8 +159,8 @@ def _data(run: Mapping[str, Any]) -> str:
     prompts = data.get("prompts")
     source = f"the prompts of `{_text(PurePath(prompts).name)}`" if isinstance(prompts, str) else "prompts"
     return (
-        f"## Training data\n\nResponses that the base itself gave{how} to {source}{size}. "
-        "The heads learned the base's own distribution on them. `run.json` holds the whole recipe, the versions of the packages and the command."
+        f"## Training data\n\nResponses that the base itself gave{how} to {source}{size}. The heads learned the base's "
+        "own distribution on them. `run.json` holds the whole recipe, the versions of the packages and the command."
     )
 
 
@@ -173,7 +173,7 @@ def _acceptance(acceptance: Mapping[str, Any], files: Sequence[str]) -> str:
         return "## Measured acceptance\n\nNot recorded."
     groups = {"all": acceptance["hops"], **_mapping(acceptance.get("by_kind"))}
     groups |= {
-        f"{distance} after the last committed token": values
+        f"distance {distance} to the last committed token": values
         for distance, values in _mapping(acceptance.get("by_distance")).items()
     }
     rows = [["", *(_hop(hop) for hop in hops)]]
@@ -181,10 +181,10 @@ def _acceptance(acceptance: Mapping[str, Any], files: Sequence[str]) -> str:
     report = next((name for name in ("report.md", "report.html") if name in files), None)
     more = f" More in [{report}]({report})." if report else ""
     return (
-        f"## Measured acceptance\n\nOn {acceptance.get('num_tokens')} tokens of responses that were held out: how often "
-        "the first choices agree / expected acceptance, which is how probable it is that a token drawn at the left level "
-        f"is kept by the right one.{more}\n\n" + _table(rows)
-    )
+        f"## Measured acceptance\n\nOn {acceptance.get('num_tokens')} tokens of held-out responses: how often "
+        "the first choices agree / expected acceptance, the probability that a token drawn at the left level is kept "
+        f"by the right one.{more}\n\n"
+    ) + _table(rows)
 
 
 def _licence(licence: Licence | None) -> str:
