@@ -57,6 +57,11 @@ class FakeHub:
     """The state of the hub, what it was asked, and what it shall do wrong."""
 
     def __init__(self) -> None:
+        self.port = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything."""
         self.repositories: dict[str, Repository] = {}
         self.blobs: dict[str, bytes] = {}
         self.requests: list[tuple[str, str, str | None]] = []
@@ -68,7 +73,6 @@ class FakeHub:
         """What the repository's .gitignore leaves out."""
         self.size_error = 0
         """By how much the size is wrong that is told for a large file."""
-        self.port = 0
 
     @property
     def endpoint(self) -> str:
