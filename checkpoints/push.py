@@ -30,20 +30,18 @@ NUM_TRIES = 2
 class Upload:
     """What goes up."""
 
-    files: Mapping[str, Path]
-    """Path in the repository -> file here."""
+    files: Mapping[str, Path | bytes]
+    """Path in the repository -> file here, or its content."""
     card: str
-    """The text of README.md."""
+    """The text of README.md, which is one of the files."""
 
     @property
-    def names(self) -> list[str]:
-        """Paths in the repository."""
-        return sorted([*self.files, CARD_FILE])
-
-    @property
-    def num_bytes(self) -> int:
-        """Their size."""
-        return sum(path.stat().st_size for path in self.files.values()) + len(self.card.encode())
+    def sizes(self) -> dict[str, int]:
+        """Path in the repository -> bytes."""
+        return {
+            name: len(file) if isinstance(file, bytes) else file.stat().st_size
+            for name, file in sorted(self.files.items())
+        }
 
 
 def push_adapter(
@@ -124,31 +122,27 @@ def prepare_upload(folder: str | Path, repo: str, *, token: str | None = None) -
     if base is not None and not is_public_base(base):
         raise ValueError(f"{folder / CONFIG_FILE} names the base {base!r}, which is no hub id; write user/name or null")
     run = _read_run(files.get(RUN_FILE))
-    own_card = files.pop(CARD_FILE, None)
-    if own_card is not None:
-        card = _read_text(own_card)
-    else:
-        licence = find_licence(_api(token), base, config["revision"])
-        card = make_card(config, run, repo, licence, list(files))
+    if CARD_FILE in files:
+        card = _read_text(files[CARD_FILE])
+        check_card(card, [folder.resolve(), Path.home()])
+        return Upload(files=files, card=card)
+    card = make_card(config, run, repo, find_licence(_api(token), base, config["revision"]), list(files))
     check_card(card, [folder.resolve(), Path.home()])
-    return Upload(files=files, card=card)
+    return Upload(files={**files, CARD_FILE: card.encode()}, card=card)
 
 
 def _commit(api: HfApi, repo: str, revision: str | None, upload: Upload, message: str) -> str:
     """The hash of the commit that holds the upload; where it is there already, of the one that does."""
     # Made anew for each try: they remember what the repository held.
-    operations: list[Any] = [CommitOperationAdd(name, path) for name, path in upload.files.items()]
-    operations.append(CommitOperationAdd(CARD_FILE, upload.card.encode()))
+    operations: list[Any] = [CommitOperationAdd(name, file) for name, file in upload.files.items()]
     # What a former adapter left would be taken for this one's.
-    stale = [name for name in _sizes(api, repo, revision) if _is_ours(name) and name not in upload.names]
+    stale = [name for name in _sizes(api, repo, revision) if _is_ours(name) and name not in upload.files]
     operations += [CommitOperationDelete(name, is_folder=False) for name in stale]
     return str(api.create_commit(repo, operations, commit_message=message, revision=revision).oid)
 
 
 def _check_arrived(sizes: Mapping[str, int], repo: str, upload: Upload) -> None:
-    expected = {name: path.stat().st_size for name, path in upload.files.items()}
-    expected[CARD_FILE] = len(upload.card.encode())
-    for name, size in expected.items():
+    for name, size in upload.sizes.items():
         if sizes.get(name) != size:
             what = f"holds {sizes[name]} bytes, not {size}" if name in sizes else "is not there"
             raise ValueError(

@@ -48,9 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(options: argparse.Namespace) -> int:
     if options.dry_run:
         upload = prepare_upload(options.adapter, options.repo, token=options.token)
-        sizes = {name: path.stat().st_size for name, path in upload.files.items()}
-        sizes["README.md"] = len(upload.card.encode())
-        for name, size in sorted(sizes.items()):
+        for name, size in upload.sizes.items():
             print(f"{size:>12}  {name}", file=sys.stderr)
         print(upload.card, end="")
         return 0

@@ -25,6 +25,9 @@ from .fake_hub import READER, STRANGER, WRITER, FakeHub, point_client_at, run_hu
 from .test_adapter import assert_same_heads, build_model
 from .train_support import build_tokenizer, write_prompts
 
+# The client's own way to send a file.
+pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
+
 CONFIG, WEIGHTS, RUN, CARD = "adapter_config.json", "adapter_model.safetensors", "run.json", "README.md"
 RECORD = {
     "command": ["hispec-train", "--model", "lab/base"],
@@ -608,12 +611,12 @@ class TestTrain:
         base_files: dict[str, bytes],
         recipe: Path,
         tmp_path: Path,
-        capsys: pytest.CaptureFixture[str],
+        capfd: pytest.CaptureFixture[str],
     ) -> None:
         hub.add("lab/base", base_files)
         run = tmp_path / "run"
         assert train(["--recipe", str(recipe), "--output", str(run), "--push-to-hub", "me/heads", "--private"]) == 0
-        assert f"pushed: {hub.endpoint}/me/heads" in capsys.readouterr().out
+        assert f"pushed: {hub.endpoint}/me/heads" in capfd.readouterr().out
         assert hub.repositories["me/heads"].private
         assert local(run / "adapter", CONFIG, WEIGHTS, RUN).items() <= pushed(hub).items()
         card = ModelCard(pushed(hub)[CARD].decode())
@@ -626,7 +629,7 @@ class TestTrain:
         outputs = []
         for flags in (["--adapter", "me/heads"], ["--adapter", str(run / "adapter")], ["--method", "autoregressive"]):
             assert infer([*arguments, *flags]) == 0
-            outputs.append(json.loads(capsys.readouterr().out)["token_ids"])
+            outputs.append(json.loads(capfd.readouterr().out)["token_ids"])
         assert outputs[0] == outputs[1] == outputs[2]
 
     @pytest.mark.parametrize("flags", [[], ["--dry-run"]])
