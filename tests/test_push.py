@@ -228,7 +228,9 @@ class TestPermission:
         push_adapter(adapter, "me/heads", token=WRITER)
         assert {token for _, path, token in hub.requests if path.startswith("/api/models/me")} == {WRITER}
 
-    def test_a_public_repository_does_not_take_what_shall_be_private(self, hub: FakeHub, adapter: Path) -> None:
+    def test_a_public_repository_does_not_take_what_shall_be_private(
+        self, hub: FakeHub, adapter: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         before = hub.add("me/heads").files()
         for call in (
             lambda: push_adapter(adapter, "me/heads", private=True),
@@ -236,9 +238,13 @@ class TestPermission:
         ):
             with pytest.raises(ValueError, match="me/heads is there already and public"):
                 call()
-        assert pushed(hub) == {}
-        assert hub.repositories["me/heads"].files() == before
         assert hub.asked("POST", "") == 0
+        # Nor where it was made a moment after the check.
+        monkeypatch.setattr("hispec.checkpoints.push.check_push", lambda *arguments, **options: None)
+        with pytest.raises(ValueError, match="me/heads is there already and public"):
+            push_adapter(adapter, "me/heads", private=True)
+        assert hub.repositories["me/heads"].files() == before
+        assert hub.asked("PUT", "/storage") == 0
 
     @pytest.mark.parametrize(
         ("method", "path", "status", "words"),
