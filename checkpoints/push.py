@@ -4,7 +4,7 @@ import json
 import re
 import stat
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -162,16 +162,16 @@ def _is_ours(name: str) -> bool:
     return is_figure or name in (CONFIG_FILE, WEIGHTS_FILE, RUN_FILE, *REPORT_FILES)
 
 
-def _try_again(commit: Any) -> str:
+def _try_again(commit: Callable[[], str]) -> str:
     for attempt in range(NUM_TRIES - 1):
         try:
-            return str(commit())
+            return commit()
         except Exception as error:
             # A commit whose answer was lost is found again: unchanged files make no second one.
             if not is_passing(error):
                 raise
             time.sleep(2**attempt)
-    return str(commit())
+    return commit()
 
 
 def _check_name(repo: str) -> None:

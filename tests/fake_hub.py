@@ -128,7 +128,7 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, *arguments: Any) -> None:
         pass
 
-    def do_GET(self) -> None:  # noqa: N802
+    def do_GET(self) -> None:
         self.serve()
 
     do_HEAD = do_POST = do_PUT = do_GET  # noqa: N815

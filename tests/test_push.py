@@ -122,7 +122,7 @@ class TestPush:
         assert local(adapter, CONFIG, WEIGHTS, RUN).items() <= pushed(hub, "lab/heads", "v2").items()
         push_adapter(adapter, "lab/heads", private=True, revision="v2")  # the branch is there now
         assert load_adapter("lab/heads", named_base, revision="v2").exit_layers == (2, 4)
-        with pytest.raises(ValueError, match="'lab/heads' holds no adapter_config.json, so it is no adapter"):
+        with pytest.raises(ValueError, match=r"'lab/heads' holds no adapter_config.json, so it is no adapter"):
             load_adapter("lab/heads", named_base)
 
     def test_the_old_adapter_is_replaced_whole_and_other_files_stay(self, hub: FakeHub, adapter: Path) -> None:
@@ -281,7 +281,7 @@ class TestFolder:
         adapter.rename(adapter.parent / "adapter")
         with pytest.raises(ValueError, match=r"holds no adapter_config.json; did you mean .*/adapter\?"):
             push_adapter(adapter.parent, "me/heads")
-        with pytest.raises(ValueError, match="holds no adapter_config.json; give one that save_adapter wrote"):
+        with pytest.raises(ValueError, match=r"holds no adapter_config.json; give one that save_adapter wrote"):
             push_adapter(adapter.parent / "nothing", "me/heads")
 
     @pytest.mark.parametrize(
