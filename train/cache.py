@@ -8,7 +8,7 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -43,6 +43,15 @@ class Batch:
     """`[T]` int64: the base's most likely next token, on loss rows."""
     loss_rows: Tensor
     """`[R]` int64: see `pack_loss_rows`."""
+
+
+class StateSource(Protocol):
+    """Where the states of the base come from: a `StateCache`, or `OnlineStates`."""
+
+    sequences: list[Response]
+
+    def read(self, indices: Sequence[int], exit_layers: Sequence[int], backbone: Backbone) -> Batch:
+        """The sequences at `indices`, with the hidden states of `exit_layers`."""
 
 
 class StateCache:
@@ -183,6 +192,11 @@ def pack_loss_rows(lengths: Sequence[int], num_prompts: Sequence[int]) -> Tensor
         parts.append(torch.arange(start + num_prompt, max(start + num_prompt, start + length - 1)))
         start += length
     return torch.cat(parts)
+
+
+def num_loss_rows(sequence: Response) -> int:
+    """How many rows of a sequence `pack_loss_rows` takes."""
+    return len(pack_loss_rows([sequence.length], [len(sequence.prompt_token_ids)]))
 
 
 def _map_column(folder: Path, name: str, num_rows: int, dtype: torch.dtype, hidden_size: int) -> np.ndarray:
