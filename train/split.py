@@ -77,7 +77,8 @@ def split_evenly(
     num_parts: int,
 ) -> list[slice]:
     """Sequences side by side in at most `num_parts` parts of about the same number of tokens, none of them empty."""
-    parts, start, num_tokens = [], 0, 0
+    parts: list[slice] = []
+    start = num_tokens = 0
     for place, length in enumerate(lengths):
         num_tokens += length
         num_left = num_parts - len(parts)
