@@ -49,7 +49,8 @@ def base_states(
     rows = pack_loss_rows(lengths, [len(sequence.prompt_token_ids) for sequence in sequences]).to(device)
     log_normaliser = torch.zeros(len(final), device=device)
     top_token = torch.zeros(len(final), dtype=torch.int32, device=device)
-    for chunk in rows.split(ROWS_PER_CHUNK):
+    for start in range(0, len(rows), ROWS_PER_CHUNK):  # `split` makes one empty chunk of no rows
+        chunk = rows[start : start + ROWS_PER_CHUNK]
         # float32 before the sum: a normaliser in bfloat16 would be off by some percent.
         logits = backbone.logits(final[chunk]).float()
         log_normaliser[chunk] = logits.logsumexp(-1)
