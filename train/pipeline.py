@@ -18,7 +18,7 @@ from ..recipes import DataRecipe, Recipe, default_exit_layers
 from .cache import StateCache, StateSource
 from .cache_writer import extend_cache
 from .evaluate import evaluate
-from .online import OnlineStates
+from .online import OnlineStates, check_states
 from .prompts import Prompt, fingerprint_prompts, is_held_out, read_prompts
 from .responses import Response, regenerate, response_order
 from .split import split_sequences
@@ -75,15 +75,6 @@ def resolve(recipe: Recipe, base: PreTrainedModel) -> Recipe:
     EarlyExitModel.from_configs(base, recipe.heads.configs(exit_layers))
     recipe.training.check_exits(len(exit_layers))
     return replace(recipe, heads=replace(recipe.heads, exit_layers=exit_layers))
-
-
-def check_states(recipe: Recipe, cache_layers: Sequence[int]) -> None:
-    """Raise ValueError where further layers are to be cached and nothing is."""
-    if recipe.data.states == "online" and cache_layers:
-        raise ValueError(
-            f"exit layers {','.join(map(str, cache_layers))} are to be cached, but online states are kept nowhere; "
-            "leave out --cache-layers or --online"
-        )
 
 
 def regenerate_responses(

@@ -16,11 +16,10 @@ from ..infer import Engine, SamplingParams
 from ..recipes import Recipe
 from .cache import StateSource, bytes_per_token, cached_layers, wanted_columns
 from .cache_writer import check_sequences, extend_cache, num_fitting, open_index
-from .online import OnlineStates
+from .online import OnlineStates, check_states
 from .pipeline import (
     check_settings,
     check_split,
-    check_states,
     make_engine,
     make_model,
     order_responses,
