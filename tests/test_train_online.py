@@ -16,8 +16,17 @@ RESPONSES = random_responses()
 TRAINING, HELD_OUT = list(range(16)), [16, 17, 18, 19]
 
 
-def make_model(base):
-    configs = [ExitHeadConfig(exit_layer=layer, committed_context=True, draft_vocab_size=48) for layer in (0, 3)]
+def make_model(base, exit_layers=(0, 3), committed_context=True):
+    configs = [
+        # Without context an mlp's first product keeps the state itself for its gradient.
+        ExitHeadConfig(
+            exit_layer=layer,
+            kind="block" if committed_context else "mlp",
+            committed_context=committed_context,
+            draft_vocab_size=48,
+        )
+        for layer in exit_layers
+    ]
     return EarlyExitModel.from_configs(base, configs)
 
 
@@ -28,7 +37,9 @@ def make_trainer(model, states, folder, **options):
 
 def make_cache(base, folder, **options):
     backbone = EarlyExitModel.from_configs(base, []).backbone
-    return extend_cache(folder, RESPONSES, backbone, [3], fingerprint=fingerprint(base), show_progress=False, **options)
+    return extend_cache(
+        folder, RESPONSES, backbone, [1, 3], fingerprint=fingerprint(base), show_progress=False, **options
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -45,15 +56,17 @@ def test_a_batch_read_online_is_the_cached_one_to_the_bit(make_base, tmp_path, d
             assert first.dtype == second.dtype
             assert torch.equal(first, second), field.name
         elif field.name == "hidden":
-            assert list(first) == [3, 0]
+            assert list(first) == [0, 3]
             assert all(torch.equal(first[layer], second[layer]) for layer in (0, 3))
         else:
             assert first == second
 
 
-def test_gradients_online_are_those_of_the_cache(base, tmp_path):
+@pytest.mark.parametrize("committed_context", [True, False])
+def test_gradients_online_are_those_of_the_cache(base, tmp_path, committed_context):
     cache = make_cache(base, tmp_path / "cache", batch_tokens=40)  # other batches than those of training
-    models = [make_model(base), make_model(base)]
+    layers = (0, 3) if committed_context else (1, 3)
+    models = [make_model(base, layers, committed_context) for _ in range(2)]
     for model, states in zip(models, (OnlineStates(RESPONSES), cache), strict=True):
         trainer = make_trainer(model, states, tmp_path / "run", loss="forward_kl + jsd", against=0.5)
         trainer._backward(trainer.batches[0])
