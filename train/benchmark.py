@@ -50,6 +50,8 @@ class Measurement:
     """Updates."""
     seconds: float
     """Of the epoch; the cache was filled before it."""
+    cpu_seconds: float
+    """Of all threads of the process, which other processes on the machine lengthen less."""
     cache_seconds: float
     """To fill the cache; 0 where there is none."""
     start_memory: int
@@ -123,15 +125,16 @@ def measure(way: str, recipe: Recipe, responses: Sequence[Response], dtype: str)
         counts = [len(response.token_ids) for response in responses]
         batches = plan_batches(counts, recipe.training.batch_tokens, 1, recipe.training.seed)
         memory = Memory(model.backbone.device)
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.process_time()
         with memory:
             values = run_epoch(model, states, losses, batches, recipe)
-        seconds = time.perf_counter() - start
+        seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
     return Measurement(
         way=way,
         num_tokens=sum(counts),
         num_steps=len(batches),
         seconds=seconds,
+        cpu_seconds=cpu_seconds,
         cache_seconds=cache_seconds,
         start_memory=memory.start,
         peak_memory=memory.peak,
@@ -209,7 +212,7 @@ class Memory:
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self.start = self.peak = self._in_use()
-        """Bytes."""
+        """Bytes in use."""
 
     def __enter__(self) -> "Memory":
         if self._device.type == "cuda":
@@ -240,9 +243,9 @@ def describe(measured: Measurement) -> str:
     cache = f", after {measured.cache_seconds:.1f} s for the cache" if measured.cache_seconds else ""
     losses = ", ".join(f"{exit_layer}: {loss:.4f}" for exit_layer, loss in measured.losses.items())
     return (
-        f"{measured.way:<7} {measured.rate:7.1f} tokens/s ({measured.num_tokens} in {measured.seconds:.1f} s, "
-        f"{measured.num_steps} steps{cache}); memory {measured.start_memory / 1e9:.2f} GB at the start, "
-        f"{measured.peak_memory / 1e9:.2f} GB at most; last losses {losses}"
+        f"{measured.way:<7} {measured.rate:7.1f} tokens/s ({measured.num_tokens} in {measured.num_steps} steps and "
+        f"{measured.seconds:.1f} s, {measured.cpu_seconds:.1f} s of CPU{cache}); memory "
+        f"{measured.start_memory / 1e9:.2f} GB before, {measured.peak_memory / 1e9:.2f} GB at most; last losses {losses}"
     )
 
 
