@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from ..checkpoints import fingerprint, run_record, save_adapter, write_atomically
 from ..heads import EarlyExitModel
 from ..infer import Engine
-from ..recipes import DataRecipe, Recipe, default_exit_layers
+from ..recipes import DataRecipe, Recipe, resolve_exit_layers
 from .cache import StateCache
 from .cache_writer import extend_cache
 from .evaluate import evaluate
@@ -44,10 +44,9 @@ def make_adapter(
     folder = recipe.output_folder()
     recipe = resolve(recipe, base)
     folder.mkdir(parents=True, exist_ok=True)
-    assert recipe.heads.exit_layers is not None
     with alone_in(folder):
         responses = regenerate_responses(folder, base, tokenizer, recipe.data, seed=recipe.training.seed)
-        layers = sorted({*recipe.heads.exit_layers, *cache_layers})
+        layers = sorted({*recipe.heads.counts(), *cache_layers})
         cache = cache_states(folder, responses, base, layers, max_gb=recipe.data.max_cache_gb)
         return train_adapter(folder, cache, base, recipe, resume=resume, command=command)
 
@@ -65,7 +64,7 @@ def alone_in(folder: Path) -> Iterator[None]:
 def resolve(recipe: Recipe, base: PreTrainedModel) -> Recipe:
     """The recipe with its exit layers filled in; raises ValueError for heads that the base cannot have."""
     num_layers = EarlyExitModel.from_configs(base, []).backbone.num_layers
-    exit_layers = recipe.heads.exit_layers or default_exit_layers(num_layers)
+    exit_layers = resolve_exit_layers(recipe.heads.exit_layers, num_layers)
     EarlyExitModel.from_configs(base, recipe.heads.configs(exit_layers))
     return replace(recipe, heads=replace(recipe.heads, exit_layers=exit_layers))
 
@@ -160,8 +159,7 @@ def training_settings(recipe: Recipe, num_responses: int | None) -> dict[str, An
 
 def make_model(base: PreTrainedModel, recipe: Recipe, responses: Sequence[Response]) -> EarlyExitModel:
     """New heads; their draft vocabulary is what `responses` say most often."""
-    assert recipe.heads.exit_layers is not None
-    model = EarlyExitModel.from_configs(base, recipe.heads.configs(recipe.heads.exit_layers))
+    model = EarlyExitModel.from_configs(base, recipe.heads.configs(recipe.heads.counts()))
     size = recipe.heads.draft_vocab_size
     if size is not None:
         ids = frequent_tokens(responses, size, model.backbone.vocab_size).to(model.backbone.device)

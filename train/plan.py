@@ -75,12 +75,11 @@ def describe_plan(
     Raises the ValueError with which the run would end, as far as it can be known before.
     """
     recipe = resolve(recipe, base)
-    assert recipe.heads.exit_layers is not None
     prompts = read_prompts(recipe.data.prompts_path())
     check_split(prompts, recipe.data.held_out_fraction)
     engine = make_engine(base, tokenizer, recipe.data)
     rendered = render(engine, prompts)
-    layers = sorted({*recipe.heads.exit_layers, *cache_layers})
+    layers = sorted({*recipe.heads.counts(), *cache_layers})
     model = make_model(base, recipe, [])
     done = find_done(recipe, model, engine, prompts, layers, resume=resume)
     rates = probe(recipe, base, engine, rendered, layers)
