@@ -1,6 +1,6 @@
 """What lives on disk and on the hub: base models, adapters and training states."""
 
-from .adapter import load_adapter, save_adapter, shipped_adapter
+from .adapter import check_replaceable, load_adapter, save_adapter, shipped_adapter
 from .atomic import write_atomically
 from .base_model import load_base
 from .provenance import fingerprint, run_record
@@ -8,6 +8,7 @@ from .training_state import TrainingState, load_training_state, save_training_st
 
 __all__ = [
     "TrainingState",
+    "check_replaceable",
     "fingerprint",
     "load_adapter",
     "load_base",

@@ -22,7 +22,9 @@ def check_written(exit_layers: Sequence[int | Fraction]) -> None:
     if counts or not fractions:
         check_exit_layers(counts, max((*counts, 0)) + 1)
     if sorted(set(fractions)) != fractions:
-        raise ValueError(f"exit layers {show_exit_layers(exit_layers)} are not in rising order; write each once, rising")
+        raise ValueError(
+            f"exit layers {show_exit_layers(exit_layers)} are not in rising order; write each once, rising"
+        )
 
 
 def resolve_exit_layers(exit_layers: Sequence[int | Fraction] | None, num_layers: int) -> tuple[int, ...]:

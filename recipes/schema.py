@@ -31,7 +31,7 @@ class HeadsRecipe:
     """Which exit heads."""
 
     exit_layers: tuple[int | Fraction, ...] | None = field(default=None, metadata={"parse": parse_exit_layers})
-    """Number of decoder layers run before each head, or its fraction of the depth, rising; None is about 1/8 and 1/4."""
+    """Number of decoder layers run before each head, or a fraction of the depth, rising; None is about 1/8 and 1/4."""
     kinds: tuple[HeadKind, ...] = ("block",)
     """What stands before the LM head, see `ExitHeadConfig.kind`: one for each exit, or one for all."""
     committed_context: bool = True
@@ -48,7 +48,8 @@ class HeadsRecipe:
     def counts(self) -> tuple[int, ...]:
         """The exit layers, which must have been resolved to counts."""
         counts = tuple(n for n in self.exit_layers or () if isinstance(n, int))
-        assert counts and len(counts) == len(self.exit_layers or ())
+        assert counts
+        assert len(counts) == len(self.exit_layers or ())
         return counts
 
     def configs(self, exit_layers: tuple[int, ...]) -> list[ExitHeadConfig]:

@@ -1,6 +1,7 @@
 """`hispec-train`: from a base model to an adapter with trained exit heads."""
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,6 +24,7 @@ from ..recipes import (
 from .pipeline import make_adapter, resolve
 from .plan import describe_plan
 from .report import describe_report
+from .usage import describe_usage
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -160,6 +162,7 @@ def _run(options: argparse.Namespace, command: Sequence[str]) -> int:
             "--output: what is there is kept, and the same command goes on where it was"
         ) from error
     print(describe_report(adapter))
+    print(describe_usage(json.loads((adapter / "run.json").read_text(encoding="utf-8"))["usage"]))
     print(f"adapter: {adapter}")
     return 0
 

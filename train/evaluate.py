@@ -18,6 +18,8 @@ from .exit_states import batch_context, exit_state, head_logits
 from .windows import fixed_distance, random_windows
 
 TARGET = "target"
+DISTANCES = (1, 2, 4, 8)
+"""Rows back to the committed context, for each of which the final measurement has figures of its own."""
 
 
 def evaluate(
@@ -26,7 +28,7 @@ def evaluate(
     indices: Sequence[int],  # sequences of the cache
     *,
     max_window: int,
-    distances: Sequence[int] = (1, 2, 4, 8),
+    distances: Sequence[int] = DISTANCES,
     batch_tokens: int = 4096,
     seed: int = 0,
     show_progress: bool = False,

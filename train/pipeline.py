@@ -11,7 +11,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 from transformers import PreTrainedModel
 
-from ..checkpoints import fingerprint, run_record, save_adapter, write_atomically
+from ..checkpoints import check_replaceable, fingerprint, run_record, save_adapter, write_atomically
 from ..heads import EarlyExitModel
 from ..infer import Engine
 from ..recipes import DataRecipe, Recipe, resolve_exit_layers
@@ -22,7 +22,13 @@ from .prompts import Prompt, fingerprint_prompts, is_held_out, read_prompts
 from .responses import Response, regenerate, response_order
 from .split import split_sequences
 from .trainer import Trainer
+from .usage import UsageFile
 from .vocabulary import frequent_tokens
+
+PREFILL_TOKENS = 4096
+"""Prompt tokens read in a step of regeneration: nobody waits for single answers, so as many at once as pays."""
+
+USAGE_FILE = "usage.json"
 
 HARMLESS = ("eval_interval", "checkpoint_interval")
 """Settings that may change when a run goes on."""
@@ -43,12 +49,27 @@ def make_adapter(
     """
     folder = recipe.output_folder()
     recipe = resolve(recipe, base)
+    check_adapter_folder(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    usage = UsageFile(folder / USAGE_FILE, base.device)
     with alone_in(folder):
-        responses = regenerate_responses(folder, base, tokenizer, recipe.data, seed=recipe.training.seed)
+        with usage.stage("responses", anew=not (folder / "responses.jsonl").exists()):
+            responses = regenerate_responses(folder, base, tokenizer, recipe.data, seed=recipe.training.seed)
         layers = sorted({*recipe.heads.counts(), *cache_layers})
-        cache = cache_states(folder, responses, base, layers, max_gb=recipe.data.max_cache_gb)
+        with usage.stage("cache", anew=not (folder / "cache").exists()):
+            cache = cache_states(folder, responses, base, layers, max_gb=recipe.data.max_cache_gb)
         return train_adapter(folder, cache, base, recipe, resume=resume, command=command)
+
+
+def check_adapter_folder(folder: Path) -> None:
+    """Raise ValueError, before hours of work, where the run could not write `folder/adapter` at its end, or would
+    replace one that it has not made."""
+    check_replaceable(folder / "adapter")
+    if (folder / "adapter" / "adapter_config.json").exists() and not (folder / "responses.json").exists():
+        raise ValueError(
+            f"{folder / 'adapter'} is the adapter of another run, whose responses are not there; choose another "
+            "--output folder"
+        )
 
 
 @contextmanager
@@ -130,16 +151,20 @@ def train_adapter(
     command: Sequence[str] = (),
 ) -> Path:
     """Train the recipe's heads on a cache, measure them and write `folder/adapter`."""
+    usage = UsageFile(folder / USAGE_FILE, base.device)
     training, held_out = split_sequences(cache.sequences, recipe.data.held_out_fraction, num_tokens)
     model = make_model(base, recipe, [cache.sequences[index] for index in training])
     if any(True for _ in model.heads.parameters()):
         settings = training_settings(recipe, len(training))
-        Trainer(
-            model, cache, training, held_out, folder, settings=settings, resume=resume, **asdict(recipe.training)
-        ).run()
+        with usage.stage("train", anew=not resume or not (folder / "checkpoints").exists()):
+            Trainer(
+                model, cache, training, held_out, folder, settings=settings, resume=resume, **asdict(recipe.training)
+            ).run()
     model.heads.to(base.dtype)
-    report = evaluate(model, cache, held_out, max_window=recipe.training.max_window, show_progress=True)
+    with usage.stage("evaluate", anew=True):
+        report = evaluate(model, cache, held_out, max_window=recipe.training.max_window, show_progress=True)
     record = run_record(command=command or ["hispec.train"], recipe=recipe.to_dict(), acceptance=report)
+    record["usage"] = usage.read()
     record["num_training_responses"] = len(training)
     record["num_training_tokens"] = sum(len(cache.sequences[index].token_ids) for index in training)
     save_adapter(model, folder / "adapter", run=record)
@@ -173,8 +198,9 @@ def make_model(base: PreTrainedModel, recipe: Recipe, responses: Sequence[Respon
 def make_engine(base: PreTrainedModel, tokenizer: Any, data: DataRecipe) -> Engine:
     """An engine for the base alone."""
     model = EarlyExitModel.from_configs(base, [])
-    # Nobody waits for single answers: prompts are read as many at once as pays.
-    return Engine(model, tokenizer, method="autoregressive", max_num_seqs=data.batch_size, max_prefill_tokens=4096)
+    return Engine(
+        model, tokenizer, method="autoregressive", max_num_seqs=data.batch_size, max_prefill_tokens=PREFILL_TOKENS
+    )
 
 
 def render(engine: Engine, prompts: Sequence[Prompt]) -> list[list[int]]:
