@@ -10,6 +10,10 @@ from .usage import Usage
 TYPICAL_RESPONSE = 0.7
 """Share of `max_new_tokens` that a response has where none is there to count; SmolLM2 on the packaged prompts: 0.73."""
 
+KERNELS_PER_STEP, MAX_KERNELS = 11e6, 500e6
+"""Bytes of the kernels that a CPU library makes and keeps for every new number of rows in 16 bits, measured in training
+on one machine; it keeps no more than so many."""
+
 BYTES_PER_LISTED_TOKEN = 72
 """A token id of the responses in Python's own lists, which are held twice."""
 
@@ -78,6 +82,8 @@ class Sizes:
     """Bytes of the keys and values of a token."""
     is_on_gpu: bool
     """Whether the base is; there the pool of keys and values is allocated at once."""
+    makes_kernels: bool
+    """Whether training multiplies in 16 bits on a CPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,19 +186,25 @@ def estimate_memory(work: Work, probed: Probed, sizes: Sizes) -> tuple[dict[str,
     lists = BYTES_PER_LISTED_TOKEN * work.num_rows
     mapped = round(mapped_share(work) * work.num_rows * sizes.bytes_per_row)
     more_mapped = max(0, mapped - sizes.bytes_per_row * probed.num_rows)
+    kernels = round(min(MAX_KERNELS, KERNELS_PER_STEP * work.num_steps)) if sizes.makes_kernels else 0
     grown = {
         "responses": lists + (0 if sizes.is_on_gpu else max(0, kv - sizes.bytes_per_kv_token * probed.num_kv_tokens)),
         "cache": lists,
-        "train": lists + more_mapped,
-        "evaluate": lists + more_mapped,
+        "train": lists + more_mapped + kernels,
+        "evaluate": lists + more_mapped + kernels,
     }
     # In float32: the weights, their gradients and the two moments of AdamW.
     heads = 16 * sizes.num_parameters
     parts = {
         "responses": {"weights": sizes.weights, "packed": sizes.packed, "keys and values": kv},
         "cache": {"weights": sizes.weights},
-        "train": {"weights": sizes.weights, "heads, gradients, optimizer": heads, "cache, mapped": mapped},
-        "evaluate": {"weights": sizes.weights, "cache, mapped": mapped},
+        "train": {
+            "weights": sizes.weights,
+            "heads, gradients, optimizer": heads,
+            "cache, mapped": mapped,
+            "kernels": kernels,
+        },
+        "evaluate": {"weights": sizes.weights, "cache, mapped": mapped, "kernels": kernels},
     }
     usage = {
         stage: Usage(memory=probed.usage[stage].memory + more, device_memory=probed.usage[stage].device_memory)

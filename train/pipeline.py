@@ -18,6 +18,7 @@ from ..recipes import DataRecipe, Recipe, resolve_exit_layers
 from .cache import StateCache
 from .cache_writer import extend_cache
 from .evaluate import evaluate
+from .heap import give_back
 from .prompts import Prompt, fingerprint_prompts, is_held_out, read_prompts
 from .responses import Response, regenerate, response_order
 from .split import split_sequences
@@ -55,6 +56,7 @@ def make_adapter(
     with alone_in(folder):
         with usage.stage("responses", anew=not (folder / "responses.jsonl").exists()):
             responses = regenerate_responses(folder, base, tokenizer, recipe.data, seed=recipe.training.seed)
+        give_back()
         layers = sorted({*recipe.heads.counts(), *cache_layers})
         with usage.stage("cache", anew=not (folder / "cache").exists()):
             cache = cache_states(folder, responses, base, layers, max_gb=recipe.data.max_cache_gb)

@@ -170,6 +170,7 @@ def _measure_sizes(
         bytes_per_row=bytes_per_token(backbone, layers),
         bytes_per_kv_token=num_kv * backbone.dtype.itemsize,
         is_on_gpu=is_on_gpu,
+        makes_kernels=not is_on_gpu and backbone.dtype.itemsize == 2,
     )
 
 

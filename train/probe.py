@@ -21,6 +21,7 @@ from .cache import StateCache
 from .cache_writer import BATCH_TOKENS, extend_cache
 from .estimate import Costs, Probed
 from .evaluate import evaluate
+from .heap import give_back
 from .pipeline import PREFILL_TOKENS, make_engine, make_model
 from .responses import Response
 from .trainer import Trainer
@@ -53,6 +54,7 @@ def probe(
         )
     # What the engine held is gone before the next stage begins, as in a run.
     gc.collect()
+    give_back()
     samples = _stand_ins(recipe, rendered, round(mean_response), num_rows)
     with tempfile.TemporaryDirectory() as folder:
         backbone, print_of_base = EarlyExitModel.from_configs(base, []).backbone, fingerprint(base)
@@ -136,8 +138,10 @@ def _probe_training(
     settings = replace(recipe.training, num_epochs=num_epochs, max_steps=None)
     trainer = Trainer(model, cache, everything, everything, folder, **asdict(settings))
     trainer.step()
+    give_back()
     start = time.perf_counter()
     trainer.step()
+    give_back()
     return (time.perf_counter() - start) / trainer.num_tokens[1], model
 
 

@@ -18,6 +18,7 @@ from .cache import Batch, StateCache
 from .curve import Curve
 from .evaluate import evaluate
 from .exit_states import batch_context, exit_state, head_logits
+from .heap import give_back
 from .loss import LOSSES, chunked_loss
 from .split import plan_batches
 from .windows import random_windows
@@ -92,6 +93,7 @@ class Trainer:
                 self._evaluate_if_due()
                 while self.num_steps < len(self.batches):
                     losses = self.step()
+                    give_back()
                     progress.update(self.num_tokens[self.num_steps - 1])
                     progress.set_postfix_str(" ".join(f"{exit}: {value:.3f}" for exit, value in losses.items()))
                     if self.num_steps % self.checkpoint_interval == 0 or self.num_steps == len(self.batches):
