@@ -1,8 +1,9 @@
 """Overrides: single values put over a recipe, as `training.learning_rate=3e-4` on the command line."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
+from typing import Any
 
 import yaml
 
@@ -13,15 +14,16 @@ from .schema import Recipe, recipe_from_dict, run_name
 def override(
     recipe: Recipe,
     assignments: Sequence[str],  # each `section.key=value`, the value in YAML; of one key the last wins
+    flags: Mapping[str, Any] | None = None,  # by dotted key: plain values that win over all of them
 ) -> Recipe:
     """The recipe with these values in place of its own; a run on another model is named after that model.
 
-    Raises ValueError for a key that does not exist, naming the nearest, and for a value of the wrong type.
+    What goes together is checked when all stand. Raises ValueError for a key that does not exist, naming the nearest,
+    and for a value of the wrong type.
     """
     values = recipe.to_dict()
     given = set()
-    for assignment in assignments:
-        key, value = _read(assignment)
+    for key, value in [*map(_read, assignments), *(flags or {}).items()]:
         *sections, name = key.split(".")
         place = values
         for section in sections:

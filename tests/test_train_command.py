@@ -311,7 +311,7 @@ def test_the_tokenizer_of_a_run_is_known_by_its_template_and_its_tokens(base):
         (["max-steps"], "'max-steps' is no override; write key=value"),
         (["--model", "no-such-model"], "'no-such-model' is unknown"),
         (["--dtype", "int3"], "dtype 'int3' cannot be used; choose one of auto, float32, bfloat16, float16"),
-        (["--head", "big"], "head kind 'big' is unknown"),
+        (["--head", "big"], "heads.kinds[0] is 'big'; choose one of shared, norm, mlp, block"),
         (["--head", "norm,mlp,block"], "3 head kinds (norm,mlp,block) are given for 2 exit layers"),
     ],
 )
@@ -444,8 +444,13 @@ def test_list_recipes_needs_nothing_else(capsys):
 
 
 def test_a_full_disk_is_told_before_the_cache_is_begun(recipe_file, whole, tmp_path, monkeypatch, capsys):
+    usual = shutil.disk_usage
+
+    def full(path):
+        return SimpleNamespace(free=1000) if path.is_relative_to(tmp_path) else usual(path)
+
     with monkeypatch.context() as patched:
-        patched.setattr(cache_writer.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+        patched.setattr(cache_writer.shutil, "disk_usage", full)
         assert run(recipe_file, tmp_path) == 2
         error = capsys.readouterr().err.splitlines()[-1]
         assert f"the cache {tmp_path / 'cache'} needs 0.00 GB of disk for " in error
@@ -456,7 +461,7 @@ def test_a_full_disk_is_told_before_the_cache_is_begun(recipe_file, whole, tmp_p
     assert run(recipe_file, tmp_path) == 0
     assert_ends_like(tmp_path, whole)
     # What is there already needs no room.
-    monkeypatch.setattr(cache_writer.shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+    monkeypatch.setattr(cache_writer.shutil, "disk_usage", full)
     assert run(recipe_file, tmp_path) == 0
 
 

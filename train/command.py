@@ -122,21 +122,20 @@ def resolve_recipe(options: argparse.Namespace) -> Recipe:
     if options.recipe is None and options.model is None:
         raise ValueError("name a base model with --model or a recipe with --recipe, for example --model smollm2")
     recipe = load_recipe(options.recipe if options.recipe is not None else options.model)
-    recipe = override(recipe, options.overrides)
+    heads = {
+        "heads.exit_layers": options.exit_layers,
+        "heads.kinds": options.head,
+        "heads.committed_context": options.committed_context,
+        "heads.draft_vocab_size": options.draft_vocab_size,
+    }
+    whole_vocabulary = {"heads.draft_vocab_size": None} if options.draft_vocab_size == 0 else {}
+    recipe = override(recipe, options.overrides, _given(heads) | whole_vocabulary)
     if options.recipe is not None and options.model is not None:
         other = load_recipe(options.model)
         # Named after its model, so that it does not go into the folder of the recipe's own runs.
         recipe = recipe if other.model == recipe.model else replace(recipe, name=other.name, model=other.model)
-    size = options.draft_vocab_size
-    heads = {
-        "exit_layers": options.exit_layers,
-        "kinds": options.head,
-        "committed_context": options.committed_context,
-        "draft_vocab_size": size,
-    }
     return replace(
         recipe,
-        heads=replace(recipe.heads, **{**_given(heads), **({"draft_vocab_size": None} if size == 0 else {})}),
         data=replace(recipe.data, **_given({"prompts": options.data, "num_tokens": options.num_tokens})),
         training=replace(recipe.training, **_given({"max_steps": options.max_steps, "seed": options.seed})),
         output=options.output if options.output is not None else recipe.output,
