@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from .pass_runner import Rows
+from .pass_runner import AnyRows
 
 
 class DraftPlan(NamedTuple):
@@ -13,11 +13,11 @@ class DraftPlan(NamedTuple):
 
     nums_active: list[int]
     """By token: how many sequences draw it, the first ones."""
-    unseen: Rows | None
+    unseen: AnyRows | None
     """Before the first token: rows that the layers have not seen,"""
-    unscored: Rows
+    unscored: AnyRows
     """rows that the head has not,"""
     newest: Tensor | slice
     """and which of the head's are scored."""
-    following: Items[Rows]
+    following: Items[AnyRows]
     """By further token: one row a sequence, for layers and head; its token ids are those drawn before."""

@@ -23,7 +23,7 @@ class _Question(NamedTuple):
 
     reader: LogitsReader
     rejecting: Tensor | slice  # [R] int64
-    uniforms: Tensor  # [R]
+    uniforms: Tensor | None  # [R]; None where there are none of those
 
 
 class Drafter:
@@ -79,25 +79,29 @@ class Drafter:
         for place, (reader, rejecting, uniforms) in enumerate(questions):
             reading = reader(self._runner.draft(plan, place, ids))
             ids = reading.ids
-            if len(uniforms):
+            if uniforms is not None:
                 assert reading.probs is not None
                 ids[rejecting] = draw(reading.probs[rejecting], uniforms)
             readings.append(reading)
         return readings
 
     def _questions(self, sequences: list[Sequence], lengths: list[int], nums_active: list[int]) -> list[_Question]:
+        device, vocab_ids = self._runner.device, self._runner.vocab_ids(0)
         rejecting = [b for b, sequence in enumerate(sequences) if sequence.uses_rejection]
-        nums_rejecting = [sum(b < number for b in rejecting) for number in nums_active]
-        uniforms = to_device(torch.rand(sum(nums_rejecting), generator=self._generator), self._runner.device)
-        are_all = len(rejecting) == len(sequences)
-        places = slice(None) if are_all or not rejecting else to_device(rejecting, self._runner.device)
-        vocab_ids = self._runner.vocab_ids(0)
+        places: Tensor | slice = slice(None)
+        if 0 < len(rejecting) < len(sequences):
+            places = to_device(rejecting, device)
         questions = []
-        for place, (number, part) in enumerate(zip(nums_active, uniforms.split(nums_rejecting), strict=True)):
+        for place, number in enumerate(nums_active):
             # The row at the newest known position chooses the first token.
             bounds = [(length + place - 1, length + place) for length in lengths[:number]]
             reader = self._reader(sequences[:number], bounds, vocab_ids)
-            questions.append(_Question(reader, places if isinstance(places, slice) else places[: len(part)], part))
+            uniforms = None
+            if num_rejecting := sum(b < number for b in rejecting):
+                uniforms = to_device(torch.rand(num_rejecting, generator=self._generator), device)
+            questions.append(
+                _Question(reader, places if isinstance(places, slice) else places[:num_rejecting], uniforms)
+            )
         return questions
 
 

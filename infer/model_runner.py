@@ -15,7 +15,7 @@ from .draft_plan import DraftPlan
 from .kv_cache import KVCache
 from .levels import Level
 from .packed_rows import Bounds, PackedRows, Pass, RowPacker, rows_within
-from .pass_runner import Part, PassRunner, Rows
+from .pass_runner import AnyRows, Part, PassRunner
 from .sequence import Chunk, Sequence
 from .transfer import to_device
 
@@ -213,7 +213,7 @@ class ModelRunner:
             context = self._final_states[rows.window_starts + known % self._window].unsqueeze(0)
         return head(hidden, context, rows.positions, rows.attend)[0]
 
-    def _head_logits(self, index: int, rows: Rows, wanted: Tensor | slice) -> Tensor:
+    def _head_logits(self, index: int, rows: AnyRows, wanted: Tensor | slice) -> Tensor:
         state = self._run(self._heads[index], rows)
         head = self.levels[index].head
         assert state is not None

@@ -92,16 +92,14 @@ class RowPacker:
                 rows + varlen_numbers(each, size, shape, self._spare_slot)
                 for rows, each, shape in zip(columns, spans, shapes, strict=True)
             ]
-            return [
-                self._unpack(numbers, shape, each)
-                for numbers, shape, each in zip(self._upload(parts), shapes, spans, strict=True)
-            ]
-        packed = []
-        for numbers, places, each in zip(self._upload(columns), spans, passes, strict=True):
-            attend = self._attention(places, self._device)
-            if each.attends:
-                attend.prepare()
-            packed.append(_packed(numbers, attend))
+            uploaded = zip(self._upload(parts), shapes, spans, strict=True)
+            packed = [self._unpack(numbers, shape, each) for numbers, shape, each in uploaded]
+        else:
+            uploaded_columns = zip(self._upload(columns), spans, strict=True)
+            packed = [_packed(numbers, self._attention(each, self._device)) for numbers, each in uploaded_columns]
+        for each_packed, each_pass in zip(packed, passes, strict=True):
+            if each_pass.attends:
+                each_packed.attend.prepare()
         return packed
 
     def pad(self, passes: Items[Pass]) -> list[PaddedRows]:

@@ -11,7 +11,7 @@ from .cuda_graph import MAX_ROWS, CudaGraphs
 from .kv_cache import KVCache
 from .packed_rows import PackedRows, PaddedRows, Pass, RowPacker
 
-Rows = PackedRows | PaddedRows
+AnyRows = PackedRows | PaddedRows
 
 
 class Part(NamedTuple):
@@ -32,15 +32,15 @@ class PassRunner:
         self._graphs = CudaGraphs()
         self._graphed = {part.name for part in parts if uses_graphs and self._can_be_graph(part)}
 
-    def pack(self, parts: Items[Part], passes: list[Pass]) -> Items[Rows]:
-        """Rows that each of `parts` can be run over."""
+    def pack(self, parts: Items[Part], passes: list[Pass]) -> Items[AnyRows]:
+        """AnyRows that each of `parts` can be run over."""
         if all(part.name in self._graphed for part in parts):
             num_rows = max(sum(stop - start for start, stop in each.bounds) for each in passes)
             if num_rows <= MAX_ROWS:
                 return self._packer.pad(passes)
         return self._packer.pack(passes)
 
-    def __call__(self, part: Part, rows: Rows) -> Tensor | None:
+    def __call__(self, part: Part, rows: AnyRows) -> Tensor | None:
         """Run it; the next call may overwrite what it returns, of which padded rows mean nothing."""
         if isinstance(rows, PackedRows):
             return part.run(rows)
