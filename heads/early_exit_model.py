@@ -37,6 +37,8 @@ class EarlyExitModel(nn.Module):
         self._rows: list[Product | None] = [None] * len(self.heads)
         self.is_packed = False
         """Whether `pack_weights` was called."""
+        self.num_changes = 0
+        """How often `follow_tensors` has found the tensors changed."""
         self.refresh_draft_vocab()
         self._watched = list(self.parameters())
         self._state = self._tensor_state()
@@ -109,6 +111,7 @@ class EarlyExitModel(nn.Module):
         if state != self._state:
             self.refresh_draft_vocab()
             self._state = state
+            self.num_changes += 1
 
     def pack_weights(self) -> None:
         """On a CPU, keep packed copies of all weights, which makes passes over few rows twice as fast: see `Product`.

@@ -16,7 +16,8 @@ from torch.nn import functional as F
 from ..heads import capped_attention
 from .exact_attention import exact_attention
 from .kv_cache import KVCache
-from .varlen_attention import varlen_attention, varlen_layout
+from .transfer import to_device
+from .varlen_attention import VarlenLayout, varlen_attention, varlen_layout, varlen_numbers, varlen_shape
 
 MAX_PADDED = 16
 """Spans of at most this many tokens are padded and attended together."""
@@ -44,8 +45,9 @@ class _Group(NamedTuple):
 class PagedAttention:
     """An `Attend` for one forward pass: writes the new keys and values, attends over all up to each position.
 
-    With `is_exact` by `exact_attention`: bit for bit the same for a query in whatever batch it comes. With `by_varlen`
-    by the GPU's paged kernel, see `can_use_varlen`, but for scores that are capped.
+    With `is_exact` by `exact_attention`: bit for bit the same for a query in whatever batch it comes. With a `layout`
+    by the GPU's paged kernel, see `can_use_varlen`, but for scores that are capped; without spans it is all there is,
+    and blocks that are new are cleared by `KVCache.clear` before.
     """
 
     def __init__(
@@ -55,15 +57,13 @@ class PagedAttention:
         device: torch.device,
         *,
         is_exact: bool = False,
-        by_varlen: bool = False,
+        layout: VarlenLayout | None = None,
     ) -> None:
         self._kv_cache = kv_cache
         self._spans = spans
         self._is_exact = is_exact
         self._device = device
-        self._slots = _slots(spans, kv_cache.block_size, device)
-        self._new_blocks = _new_blocks(spans, kv_cache.block_size, device)
-        self._layout = varlen_layout(spans, kv_cache.block_size, device) if by_varlen else None
+        self._layout = layout
         self._masks: dict[tuple[int, int | None, int, torch.dtype], Tensor] = {}
 
     def __call__(
@@ -84,6 +84,8 @@ class PagedAttention:
         if self._layout is not None and softcap is None:
             pools = self._kv_cache.blocks(kv_layer)
             return varlen_attention(query, *pools, self._layout, scaling=scaling, window=window)
+        if not self._spans:
+            raise NotImplementedError("the paged kernel does not cap scores")
         if len(self._groups) == 1 and isinstance(self._groups[0].rows, slice):
             return self._attend(0, kv_layer, query, scaling, window, softcap).reshape(query.shape)
         output = torch.empty_like(query)
@@ -92,9 +94,38 @@ class PagedAttention:
             output[group.rows] = attended.reshape(-1, *query.shape[1:])
         return output
 
+    def prepare(self) -> None:
+        """Take from the host now what the layers will ask for."""
+        _ = self._slots, self._new_blocks
+        if self._layout is None:
+            _ = self._ends
+
+    @cached_property
+    def _slots(self) -> Tensor | slice:
+        return (
+            _slots(self._spans, self._kv_cache.block_size, self._device) if self._layout is None else self._layout.slots
+        )
+
+    @cached_property
+    def _new_blocks(self) -> Tensor | None:
+        return new_blocks(self._spans, self._kv_cache.block_size, self._device)
+
     @cached_property
     def _groups(self) -> list[_Group]:
         return _group(self._spans, self._kv_cache.block_size, self._device)
+
+    @cached_property
+    def _ends(self) -> list[tuple[Tensor, Tensor] | tuple[int, int]]:  # [B, 1, 1] each
+        """Of each group: the first and the last position of its new tokens."""
+        ends: list[tuple[Tensor, Tensor] | tuple[int, int]] = []
+        for group in self._groups:
+            first, last = [span.start for span in group.spans], [span.stop - 1 for span in group.spans]
+            if len(first) == 1:
+                ends.append((first[0], last[0]))
+            else:
+                firsts, lasts = to_device(first + last, self._device).view(2, -1, 1, 1)
+                ends.append((firsts, lasts))
+        return ends
 
     def _attend(
         self, index: int, kv_layer: int, query: Tensor, scaling: float, window: int | None, softcap: float | None
@@ -133,10 +164,9 @@ class PagedAttention:
         if is_whole and group.num_queries == 1 and (window is None or num_keys <= window):
             return None
         if (index, window, groups, dtype) not in self._masks:
-            starts = torch.tensor([span.start for span in group.spans], device=self._device)[:, None, None]
-            stops = torch.tensor([span.stop for span in group.spans], device=self._device)[:, None, None]
-            places = torch.arange(group.num_queries, device=self._device)[:, None]
-            query_positions = torch.minimum(starts + places, stops - 1)
+            first, last = self._ends[index]
+            places = torch.arange(group.num_queries, device=self._device)[None, :, None]
+            query_positions = (places + first).clamp(max=last)
             key_positions = torch.arange(num_keys, device=self._device)
             mask = key_positions <= query_positions
             if window is not None:
@@ -168,12 +198,13 @@ def can_use_varlen(kv_cache: KVCache, num_heads: int) -> bool:
     )
     tried.keys[0].copy_(pools[0])
     tried.values[0].copy_(pools[1])
+    layout = build_layout(spans, size, pool.device)
     try:
         for window in (None, 3):
             options = {"scaling": head_dim**-0.5, "window": window, "softcap": None}
             expected, output = (
-                PagedAttention(tried, spans, pool.device, by_varlen=by_varlen)(0, query, key, value, **options)
-                for by_varlen in (False, True)
+                PagedAttention(tried, spans, pool.device, layout=by)(0, query, key, value, **options)
+                for by in (None, layout)
             )
             torch.testing.assert_close(output, expected, rtol=0.02, atol=0.02)
     except (AssertionError, ImportError, RuntimeError, TypeError, ValueError):
@@ -181,22 +212,28 @@ def can_use_varlen(kv_cache: KVCache, num_heads: int) -> bool:
     return True
 
 
+def build_layout(spans: list[Span], block_size: int, device: torch.device) -> VarlenLayout:
+    """The layout of these spans and of nothing else."""
+    shape = varlen_shape(spans, block_size)
+    return varlen_layout(to_device(varlen_numbers(spans, block_size, shape, 0), device), block_size, shape)
+
+
 def _slots(spans: list[Span], block_size: int, device: torch.device) -> Tensor | slice:
     """Where the new tokens go."""
     if len(spans) == 1 and (run := _consecutive(spans[0], block_size)) is not None:
         return slice(run.start + spans[0].start, run.stop)
     slots = [_slots_of(span, np.arange(span.start, span.stop), block_size) for span in spans]
-    return torch.from_numpy(np.concatenate(slots)).to(device)
+    return to_device(torch.from_numpy(np.concatenate(slots)), device)
 
 
-def _new_blocks(spans: list[Span], block_size: int, device: torch.device) -> Tensor | None:
+def new_blocks(spans: list[Span], block_size: int, device: torch.device) -> Tensor | None:
     """Blocks whose first token is among the new ones."""
     blocks = [
         block
         for span in spans
         for block in span.block_table[-(-span.start // block_size) : -(-span.stop // block_size)]
     ]
-    return torch.tensor(blocks, device=device) if blocks else None
+    return to_device(blocks, device) if blocks else None
 
 
 def _key_place(spans: list[Span], block_size: int, device: torch.device) -> Tensor | slice:

@@ -143,6 +143,9 @@ class EngineConfig:
     pack_weights: bool | None = None
     """On a CPU, keep the weights a second time in the layout of its matrix kernels: decoding is then up to half as
     long. None does so where the copy takes at most half of the memory that is free."""
+    cuda_graphs: bool | None = None
+    """Replay passes of few rows as CUDA graphs, which spares the host the launch of every kernel; the text is the same.
+    None does so where torch's paged attention kernel works: see README, GPU."""
 
     exact: bool = False
     """Greedy and seeded texts are the same to the bit by every method, draft length, batch and chunk of a prompt, and

@@ -58,7 +58,7 @@ class Engine:
         )
         kv_cache = KVCache(
             num_cache_layers,
-            num_blocks,
+            num_blocks + 1,  # one is nobody's: what fixed shapes have too many of is written there
             self.config.block_size,
             backbone.num_kv_heads,
             backbone.head_dim,
@@ -67,26 +67,34 @@ class Engine:
         )
         # The window holds a round's positions, the newest token, and the one whose context reaches one further back.
         is_exact = self.config.exact
-        runner = ModelRunner(
+        by_varlen = not is_exact and can_use_varlen(kv_cache, backbone.num_heads)
+        if self.config.cuda_graphs and not by_varlen:
+            raise ValueError(
+                "cuda_graphs needs torch's paged attention kernel: an NVIDIA GPU, a 16-bit model, often block_size=256 "
+                "too, and no exact mode; change that or leave out cuda_graphs"
+            )
+        self._runner = ModelRunner(
             build_exact(model) if is_exact else model,
             levels,
             kv_cache,
             self.config.max_num_seqs,
             window=max_proposed + 3,
             is_exact=is_exact,
-            by_varlen=not is_exact and can_use_varlen(kv_cache, backbone.num_heads),
+            by_varlen=by_varlen,
+            uses_graphs=by_varlen and self.config.cuda_graphs is not False,
         )
         generator = torch.Generator()
         generator.seed()
         self._encoder = PromptEncoder(tokenizer, backbone.vocab_size, backbone.max_context)
         self._level_names = tuple(level.name for level in levels)
-        self._hierarchy = Hierarchy(runner, build_policies(self.config, lengths), generator, is_exact=is_exact)
+        self._hierarchy = Hierarchy(self._runner, build_policies(self.config, lengths), generator, is_exact=is_exact)
         self._scheduler = Scheduler(
             BlockManager(num_blocks, self.config.block_size),
             self.config.max_num_seqs,
             self.config.max_prefill_tokens,
             max_proposed,
         )
+        self._num_changes = model.num_changes
         self._request_ids = itertools.count()
         self._unfinished: dict[int, list[Sequence]] = {}
         self._followers: dict[int, Follower] = {}
@@ -183,6 +191,9 @@ class Engine:
         self.check_params(params)
         self.check_room(prompt_ids, params)
         self.model.follow_tensors()
+        if self._num_changes != self.model.num_changes:
+            self._num_changes = self.model.num_changes
+            self._runner.forget_graphs()
         request_id = next(self._request_ids)
         self._unfinished[request_id] = [
             self._new_sequence(request_id, index, prompt_ids, params) for index in range(params.n)

@@ -18,6 +18,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from .drafter import Drafter
 from .logits_reader import Rows, read_logits
 from .model_runner import ModelRunner
 from .policy import FixedPolicy, Policy, updated_share
@@ -43,6 +44,7 @@ class Hierarchy:
         self._generator = generator
         self._top = len(runner.levels) - 1
         self._asks_confidence = not all(isinstance(policy, FixedPolicy) for policy in policies)
+        self._drafter = Drafter(runner, generator, asks_confidence=self._asks_confidence, one_by_one=is_exact)
 
     def prefill(self, chunks: list[Chunk]) -> None:
         """Read committed tokens; commit one more for each sequence that is then read to its end."""
@@ -68,28 +70,31 @@ class Hierarchy:
         """Commit at least one token for each sequence."""
         self._verify(self._top, sequences)
 
-    def _propose(self, level: int, sequences: list[Sequence], wanted: list[int]) -> None:
-        """Let `wanted[b]` tokens leave `level`, fewer where its policy stops; above the lowest it may be some more."""
+    def _propose(self, level: int, sequences: list[Sequence]) -> None:
+        """Let the wanted tokens leave `level`, fewer where its policy stops; above the lowest it may be some more."""
         propose = self._draft if level == 0 else partial(self._verify, level)
         policy = self._policies[level]
         while active := [
             sequence
-            for sequence, number in zip(sequences, wanted, strict=True)
-            if len(sequence.proposed[level]) < number
+            for sequence in sequences
+            if len(sequence.proposed[level]) < sequence.wanted[level]
             and (not sequence.proposed[level] or policy.goes_on(sequence.reach(level)))
         ]:
             propose(active)
 
     def _draft(self, sequences: list[Sequence]) -> None:
-        """Draw one token at the lowest level."""
+        """Draw tokens at the lowest level: all that are wanted, or one where it decides about the next."""
         with self._timed(0, sequences):
-            self._runner.advance(0, sequences)
-            newest = [sequence.num_known - 1 for sequence in sequences]
-            _, rows = self._score(0, sequences, newest)
-            _, token_ids = self._verify_rows(sequences, [[] for _ in sequences], rows)
-            for sequence, row, token_id in zip(sequences, rows, token_ids, strict=True):
-                sequence.proposed[0].extend(_proposals([token_id], [0], row))
-                sequence.stats.levels[self._runner.levels[0].name].num_rounds += 1
+            is_fixed = isinstance(self._policies[0], FixedPolicy)
+            counts = [1] * len(sequences)
+            if is_fixed and not any(sequence.params.has_penalties for sequence in sequences):
+                counts = [sequence.wanted[0] - len(sequence.proposed[0]) for sequence in sequences]
+            order = sorted(range(len(sequences)), key=lambda b: -counts[b])
+            ordered = [sequences[b] for b in order]
+            drafts = self._drafter.draft(ordered, [counts[b] for b in order])
+            for sequence, draft in zip(ordered, drafts, strict=True):
+                sequence.proposed[0].extend(draft)
+                sequence.stats.levels[self._runner.levels[0].name].num_rounds += len(draft)
 
     def _verify(self, level: int, sequences: list[Sequence]) -> None:
         """Ask the level below for tokens, keep what stands, add one token; the target commits them."""
@@ -97,8 +102,9 @@ class Hierarchy:
             # Below the target the added token needs room too; the target's own is what the room leaves.
             num_added = 0 if level == self._top else 1
             policy = self._policies[level - 1]
-            wanted = [min(policy.length(s.kept_shares[level - 1]), s.room - num_added) for s in sequences]
-            self._propose(level - 1, sequences, wanted)
+            for s in sequences:
+                s.wanted[level - 1] = min(policy.length(s.kept_shares[level - 1]), s.room - num_added)
+            self._propose(level - 1, sequences)
         for lower in range(level):
             with self._timed(lower, sequences):
                 self._runner.advance(lower, sequences)

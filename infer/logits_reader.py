@@ -9,8 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .sampling import gumbel_noise, to_probs, to_probs_one_by_one
+from .sampling import build_settings, gumbel_noise, to_probs
 from .sequence import Sequence
+from .transfer import to_device
 
 
 class Rows(NamedTuple):
@@ -22,52 +23,126 @@ class Rows(NamedTuple):
     confidence: Tensor | None  # [R] float32, the highest probability of each row, where a policy asks
 
 
+class Reading(NamedTuple):
+    """What a level says in all rows of a pass, on the device."""
+
+    ids: Tensor  # [R] int64, its choice; means nothing where the rule is rejection
+    probs: Tensor | None  # [R, V] float32; None where all rows are greedy
+    is_finite: Tensor  # [R] bool
+    confidence: Tensor | None  # [R] float32, as in `Rows`
+
+
 Bounds = list[tuple[int, int]]
 """Positions `[start, stop)` of each sequence's rows, which lie side by side in a packed batch."""
+
+
+class LogitsReader:
+    """Reads the logits of one pass; all that the host knows of its rows is on the device before they are computed.
+
+    Rows that are not finite become an even distribution.
+    """
+
+    def __init__(
+        self,
+        sequences: list[Sequence],
+        bounds: Bounds,
+        vocab_ids: Tensor | None = None,  # [V_d] int64, where the rows score a draft vocabulary
+        *,
+        device: torch.device,
+        vocab_size: int,
+        asks_confidence: bool = False,
+        one_by_one: bool = False,  # sample each row by itself
+        never_waits: bool = False,  # nothing is asked of the device, at the price of an operation more
+    ) -> None:
+        self._sequences = sequences
+        self._bounds = bounds
+        self._vocab_ids = vocab_ids
+        self._vocab_size = vocab_size
+        self._asks_confidence = asks_confidence
+        self._never_waits = never_waits
+        self._is_processed = any(sequence.logits_processor is not None for sequence in sequences)
+        self._is_greedy = all(sequence.params.is_greedy for sequence in sequences)
+        if self._is_greedy:
+            return
+        owners = [s for s, (start, stop) in zip(sequences, bounds, strict=True) for _ in range(start, stop)]
+        params = [sequence.params for sequence in owners]
+        # One by one, bit for bit the same whatever rows, with whatever parameters, stand beside it. Otherwise the
+        # parameters of one row decide how all are computed, and threads share the sum of a lone row.
+        parts = [[each] for each in params] if one_by_one else [params]
+        self._settings = [build_settings(part, device) for part in parts]
+        self._num_rows = [len(part) for part in parts]
+        # The row at position t chooses the token at position t + 1.
+        positions = [position + 1 for bound in bounds for position in range(*bound)]
+        coupled = [row for row, owner in enumerate(owners) if not owner.params.is_greedy and not owner.uses_rejection]
+        noise = [_noise(owners[row], positions[row], vocab_size, device) for row in coupled]
+        self._coupled: list[tuple[slice | Tensor, Tensor]] = []
+        if one_by_one:
+            self._coupled = [(slice(row, row + 1), part[None]) for row, part in zip(coupled, noise, strict=True)]
+        elif coupled:
+            are_all = len(coupled) == len(owners)
+            self._coupled = [(slice(None) if are_all else to_device(coupled, device), torch.stack(noise))]
+
+    def __call__(self, logits: Tensor) -> Reading:  # [R, V or V_d]
+        """Apply each sequence's sampling parameters to its rows."""
+        if self._is_processed:
+            logits = _process(logits, self._sequences, self._bounds, self._vocab_ids)
+        # Of equal logits the lowest id, as by argmax, which takes four times as long; NaN is greater than all.
+        highest, ids = logits.max(-1)
+        is_finite = highest.isfinite()
+        if self._vocab_ids is not None:
+            ids = self._vocab_ids[ids]
+        needs_rows = self._asks_confidence or not self._is_greedy
+        if needs_rows and (self._never_waits or not is_finite.all()):
+            logits = logits.masked_fill(~is_finite.unsqueeze(-1), 0)
+        confidence = logits.float().softmax(-1).amax(-1) if self._asks_confidence else None
+        if self._is_greedy:
+            return Reading(ids, None, is_finite, confidence)
+        parts = zip(logits.split(self._num_rows), self._settings, strict=True)
+        probs_of = [to_probs(part, *settings) for part, settings in parts]
+        probs = probs_of[0] if len(probs_of) == 1 else torch.cat(probs_of)
+        if self._vocab_ids is not None:
+            whole = torch.zeros(len(probs), self._vocab_size, device=probs.device)
+            probs = whole.index_copy_(1, self._vocab_ids, probs)
+        for rows, noise in self._coupled:
+            ids[rows] = (probs[rows].log() + noise).argmax(-1)
+        return Reading(ids, probs, is_finite, confidence)
 
 
 def read_logits(
     logits: Tensor,  # [R, V or V_d]
     sequences: list[Sequence],
     bounds: Bounds,
-    vocab_ids: Tensor | None = None,  # [V_d] int64, where the rows score a draft vocabulary
+    vocab_ids: Tensor | None = None,  # as the other options, see `LogitsReader`
     *,
     vocab_size: int,
     asks_confidence: bool = False,
-    one_by_one: bool = False,  # see `to_probs_one_by_one`
+    one_by_one: bool = False,
 ) -> list[Rows]:
-    """Apply each sequence's sampling parameters to its rows; rows that are not finite become an even distribution."""
+    """What a level says to each sequence."""
+    reader = LogitsReader(
+        sequences,
+        bounds,
+        vocab_ids,
+        device=logits.device,
+        vocab_size=vocab_size,
+        asks_confidence=asks_confidence,
+        one_by_one=one_by_one,
+    )
+    ids, probs, is_finite, confidence = reader(logits)
     counts = [stop - start for start, stop in bounds]
-    if any(sequence.logits_processor is not None for sequence in sequences):
-        logits = _process(logits, sequences, bounds, vocab_ids)
-    # Of equal logits the lowest id, as by argmax, which takes four times as long; NaN is greater than all.
-    highest, ids = logits.max(-1)
-    is_finite = highest.isfinite()
     failures: list[int | None] = [None] * len(sequences)
     if not is_finite.all():
         failures = [_first_false(part) for part in is_finite.split(counts)]
-        logits = logits.masked_fill(~is_finite.unsqueeze(-1), 0)
-    confidence: Items[Tensor | None] = [None] * len(sequences)
-    if asks_confidence:
-        confidence = logits.float().softmax(-1).amax(-1).split(counts)
-    greedy_ids = (ids if vocab_ids is None else vocab_ids[ids]).split(counts)
-    if all(sequence.params.is_greedy for sequence in sequences):
-        return [Rows(greedy_ids[b], None, failures[b], confidence[b]) for b in range(len(sequences))]
-    probs = (to_probs_one_by_one if one_by_one else to_probs)(logits, *_parameters(sequences, counts, logits.device))
-    if vocab_ids is not None:
-        probs = torch.zeros(len(probs), vocab_size, device=probs.device).index_copy_(1, vocab_ids, probs)
-    rows = []
-    for b, (sequence, part) in enumerate(zip(sequences, probs.split(counts), strict=True)):
-        if sequence.params.is_greedy:
-            rows.append(Rows(greedy_ids[b], None, failures[b], confidence[b]))
-        elif sequence.uses_rejection:
-            rows.append(Rows(None, part, failures[b], confidence[b]))
-        else:
-            # The row at position t chooses the token at position t + 1.
-            noise = torch.stack([_noise(sequence, position + 1, vocab_size) for position in range(*bounds[b])])
-            chosen = (part.log() + noise.to(part.device)).argmax(-1)
-            rows.append(Rows(chosen, None, failures[b], confidence[b]))
-    return rows
+    nothing: list[Tensor | None] = [None] * len(sequences)
+    ids_of = ids.split(counts)
+    probs_of: Items[Tensor | None] = nothing if probs is None else probs.split(counts)
+    confidence_of: Items[Tensor | None] = nothing if confidence is None else confidence.split(counts)
+    return [
+        Rows(None, probs_of[b], failures[b], confidence_of[b])
+        if sequence.uses_rejection
+        else Rows(ids_of[b], None, failures[b], confidence_of[b])
+        for b, sequence in enumerate(sequences)
+    ]
 
 
 def _process(logits: Tensor, sequences: list[Sequence], bounds: Bounds, vocab_ids: Tensor | None) -> Tensor:
@@ -86,21 +161,11 @@ def _process(logits: Tensor, sequences: list[Sequence], bounds: Bounds, vocab_id
     return torch.cat(parts)
 
 
-def _parameters(sequences: list[Sequence], counts: list[int], device: torch.device) -> tuple[Tensor, ...]:  # [R] each
-    """What `to_probs` takes; for rows of greedy sequences it means nothing."""
-    params = [sequence.params for sequence, count in zip(sequences, counts, strict=True) for _ in range(count)]
-    return (
-        torch.tensor([1.0 if each.is_greedy else each.temperature for each in params], device=device),
-        torch.tensor([each.top_k for each in params], device=device),
-        torch.tensor([each.top_p for each in params], device=device),
-        torch.tensor([each.min_p for each in params], device=device),
-    )
-
-
-def _noise(sequence: Sequence, position: int, vocab_size: int) -> Tensor:  # [V] float32
+def _noise(sequence: Sequence, position: int, vocab_size: int, device: torch.device) -> Tensor:  # [V] float32
     if position not in sequence.noise:
         assert sequence.params.seed is not None
-        sequence.noise[position] = gumbel_noise(sequence.params.seed, sequence.index, position, vocab_size)
+        noise = gumbel_noise(sequence.params.seed, sequence.index, position, vocab_size)
+        sequence.noise[position] = to_device(noise, device)
     return sequence.noise[position]
 
 

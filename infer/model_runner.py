@@ -11,10 +11,13 @@ import torch
 from torch import Tensor
 
 from ..heads import EarlyExitModel, ExitHead, context_positions
-from .attention import PagedAttention, Span
+from .draft_plan import DraftPlan
 from .kv_cache import KVCache
 from .levels import Level
+from .packed_rows import Bounds, PackedRows, Pass, RowPacker, rows_within
+from .pass_runner import AnyRows, Part, PassRunner
 from .sequence import Chunk, Sequence
+from .transfer import to_device
 
 
 class ModelRunner:
@@ -34,21 +37,28 @@ class ModelRunner:
         *,
         is_exact: bool = False,  # attend as exact mode does; the model must be row-invariant
         by_varlen: bool = False,  # attend by the GPU's paged kernel
+        uses_graphs: bool = False,  # with it: replay passes of few rows as CUDA graphs
     ) -> None:
         self.model = model
         self.levels = levels
         self._kv_cache = kv_cache
         self._window = window
-        self._attention = partial(PagedAttention, is_exact=is_exact, by_varlen=by_varlen)
         backbone = model.backbone
-        shape = (num_rows * window, backbone.hidden_size)
+        self.device = backbone.device
+        # One row more than sequences have: nobody's.
+        shape = ((num_rows + 1) * window, backbone.hidden_size)
         self._final_states = torch.zeros(shape, dtype=backbone.dtype, device=backbone.device)
         self._hidden = [torch.zeros_like(self._final_states) for _ in levels[:-1]]
+        self._layers = [self._layers_part(index) for index in range(len(levels))]
+        self._heads = [self._head_part(index) for index in range(len(levels) - 1)]
+        self._packer = RowPacker(
+            kv_cache, window, num_rows + 1, backbone.device, is_exact=is_exact, by_varlen=by_varlen
+        )
+        self._run = PassRunner(self._packer, kv_cache, [*self._layers, *self._heads], uses_graphs=uses_graphs)
 
     def vocab_ids(self, index: int) -> Tensor | None:  # [V_d] int64
         """The token ids that level `index` scores; None is the whole vocabulary."""
-        head = self.levels[index].head
-        return None if head is None else self._head(self.levels[index]).draft_vocab_ids
+        return None if self.levels[index].head is None else self._head(index).draft_vocab_ids
 
     @torch.inference_mode()
     def prefill(self, chunks: list[Chunk]) -> Tensor | None:  # [C, V], of C chunks that reach their sequence's end
@@ -56,27 +66,26 @@ class ModelRunner:
         backbone = self.model.backbone
         sequences = [chunk.sequence for chunk in chunks]
         bounds = [(chunk.start, chunk.stop) for chunk in chunks]
-        positions = self._positions(bounds)
-        attend = self._attend(sequences, bounds)
-        ids = [token_id for chunk in chunks for token_id in chunk.sequence.token_ids[chunk.start : chunk.stop]]
-        hidden = backbone.embed(torch.tensor(ids, device=backbone.device), positions)
+        (rows,) = self._packer.pack([Pass(sequences, bounds, has_ids=True)])
+        positions, attend = rows.positions, rows.attend
+        hidden = backbone.embed(rows.token_ids, positions)
         exits = []
         for level in self.levels:
             hidden = backbone.run_layers(hidden, level.start, level.stop, positions, attend)
             exits.append(hidden)
         states = backbone.final_norm(hidden)
-        blocks = [index for index in range(len(self.levels) - 1) if self._head(self.levels[index]).block is not None]
+        blocks = [index for index in range(len(self.levels) - 1) if self._head(index).block is not None]
         if blocks:
             context = self._states_before(states, chunks)
             for index in blocks:
-                self._head(self.levels[index])(exits[index], context, positions, attend)
+                self._head(index)(exits[index], context, positions, attend)
         last_rows = np.cumsum([stop - start for start, stop in bounds]) - 1
         ends = []
         for chunk, last_row in zip(chunks, last_rows, strict=True):
             sequence, length = chunk.sequence, chunk.stop - chunk.start
             kept = min(length, self._window)
-            rows = states[0, last_row + 1 - kept : last_row + 1]
-            self._final_states[self._window_slots([sequence], [(chunk.stop - kept, chunk.stop)])] = rows
+            newest = states[0, last_row + 1 - kept : last_row + 1]
+            self._final_states[self._window_slots([sequence], [(chunk.stop - kept, chunk.stop)])] = newest
             sequence.num_computed = [chunk.stop] * len(self.levels)
             sequence.num_head_computed = [chunk.stop] * (len(self.levels) - 1)
             sequence.stats.num_prefill_layer_passes += length * backbone.num_layers
@@ -87,29 +96,15 @@ class ModelRunner:
     @torch.inference_mode()
     def advance(self, index: int, sequences: list[Sequence]) -> None:
         """Run level `index` over all known tokens that it has not seen; the level before it must have."""
-        level, backbone = self.levels[index], self.model.backbone
         sequences = [sequence for sequence in sequences if sequence.num_computed[index] < sequence.num_known]
         if not sequences:
             return
         bounds = [(sequence.num_computed[index], sequence.num_known) for sequence in sequences]
-        positions = self._positions(bounds)
-        slots = self._window_slots(sequences, bounds)
-        if index == 0:
-            ids = [i for sequence, (start, _) in zip(sequences, bounds, strict=True) for i in sequence.known_ids(start)]
-            hidden = backbone.embed(torch.tensor(ids, device=backbone.device), positions)
-        else:
-            hidden = self._hidden[index - 1][slots].unsqueeze(0)
-        if level.start < level.stop:
-            attend = self._attend(sequences, bounds)
-            hidden = backbone.run_layers(hidden, level.start, level.stop, positions, attend)
-        if level.head is None:
-            self._final_states[slots] = backbone.final_norm(hidden)[0]
-        else:
-            self._hidden[index][slots] = hidden[0]
-        for sequence, (start, stop) in zip(sequences, bounds, strict=True):
-            sequence.num_computed[index] = stop
-            passes = (stop - start) * (level.stop - level.start)
-            sequence.stats.levels[level.name].num_layer_passes += passes
+        part = self._layers[index]
+        (rows,) = self._run.pack([part], [Pass(sequences, bounds, has_ids=index == 0, attends=bool(part.kv_layers))])
+        self._run(part, rows)
+        for sequence, (_, stop) in zip(sequences, bounds, strict=True):
+            self._count_layers(index, sequence, stop)
 
     @torch.inference_mode()
     def erase_stale(self, sequence: Sequence) -> None:
@@ -122,38 +117,129 @@ class ModelRunner:
 
         `advance` must have run over them.
         """
-        bounds = [(start, sequence.num_known) for sequence, start in zip(sequences, starts, strict=True)]
-        level = self.levels[index]
-        if level.head is None:
-            return self.model.backbone.logits(self._final_states[self._window_slots(sequences, bounds)])
-        return self.model.exit_logits(level.head, self._run_head(index, sequences, bounds))
+        wanted = [(start, sequence.num_known) for sequence, start in zip(sequences, starts, strict=True)]
+        if self.levels[index].head is None:
+            return self.model.backbone.logits(self._final_states[self._window_slots(sequences, wanted)])
+        bounds = self._head_bounds(index, sequences, wanted)
+        head = self._heads[index]
+        (rows,) = self._run.pack([head], [Pass(sequences, bounds, attends=bool(head.kv_layers))])
+        logits = self._head_logits(index, rows, rows_within(bounds, wanted, self.device))
+        for sequence, (_, stop) in zip(sequences, bounds, strict=True):
+            self._count_head(index, sequence, stop)
+        return logits
 
-    def _run_head(self, index: int, sequences: list[Sequence], bounds: list[tuple[int, int]]) -> Tensor:  # [T, D]
-        head = self._head(self.levels[index])
-        wanted = bounds
-        if head.block is not None:
-            # Positions that no draft was asked from (after a bonus token) must still be in the block's cache.
-            bounds = [
-                (min(s.num_head_computed[index], start), stop)
-                for s, (start, stop) in zip(sequences, wanted, strict=True)
-            ]
-        positions = self._positions(bounds)
-        hidden = self._hidden[index][self._window_slots(sequences, bounds)].unsqueeze(0)
-        context = self._context(sequences, bounds, positions) if head.config.committed_context else None
-        state = head(hidden, context, positions, self._attend(sequences, bounds))[0]
-        if head.block is None:
-            return state
-        for sequence, (start, stop) in zip(sequences, bounds, strict=True):
+    @torch.inference_mode()
+    def plan_draft(
+        self,
+        sequences: list[Sequence],
+        counts: list[int],  # of tokens that each is to draw, at least 1; never rising
+    ) -> DraftPlan:
+        """Prepare to draw tokens at the lowest level, and count the passes for it as run."""
+        lengths = [sequence.num_known for sequence in sequences]
+        unseen = [(s, (s.num_computed[0], s.num_known)) for s in sequences if s.num_computed[0] < s.num_known]
+        newest = [(length - 1, length) for length in lengths]
+        bounds = self._head_bounds(0, sequences, newest)
+        nums_active = [sum(count > place for count in counts) for place in range(counts[0])]
+        layers_attend, head_attends = bool(self._layers[0].kv_layers), bool(self._heads[0].kv_layers)
+        passes = []
+        if unseen:
+            owners, unseen_bounds = zip(*unseen, strict=True)
+            passes.append(Pass(list(owners), list(unseen_bounds), has_ids=True, attends=layers_attend))
+        passes.append(Pass(sequences, bounds, attends=head_attends))
+        for place, number in enumerate(nums_active[1:]):
+            following = [(length + place, length + place + 1) for length in lengths[:number]]
+            passes.append(Pass(sequences[:number], following, attends=layers_attend or head_attends))
+        rows = list(self._run.pack([self._layers[0], self._heads[0]], passes))
+        for sequence, length, count in zip(sequences, lengths, counts, strict=True):
+            self._count_layers(0, sequence, length + count - 1)
+            self._count_head(0, sequence, length + count - 1)
+        return DraftPlan(
+            nums_active,
+            unseen=rows.pop(0) if unseen else None,
+            unscored=rows.pop(0),
+            newest=rows_within(bounds, newest, self.device),
+            following=rows,
+        )
+
+    @torch.inference_mode()
+    def draft(
+        self,
+        plan: DraftPlan,
+        place: int,  # of the token in the draft, counted from 0
+        ids: Tensor | None,  # [B] int64, the tokens before it; None for the first
+    ) -> Tensor:  # [B, V or V_d], of the sequences that are active
+        """Logits of the draft's next token; nothing waits for the device, and nothing is sent to it."""
+        if ids is None:
+            if plan.unseen is not None:
+                self._run(self._layers[0], plan.unseen)
+            return self._head_logits(0, plan.unscored, plan.newest)
+        rows, active = plan.following[place - 1], slice(plan.nums_active[place])
+        rows.token_ids[active] = ids[active]
+        self._run(self._layers[0], rows)
+        return self._head_logits(0, rows, active)
+
+    def forget_graphs(self) -> None:
+        """To be called when the model's tensors have moved."""
+        self._run.forget_graphs()
+
+    def _layers_part(self, index: int) -> Part:
+        level = self.levels[index]
+        name = f"layers {level.start} to {level.stop} of the {level.name} level"
+        return Part(name, partial(self._run_layers, index), range(level.start, level.stop))
+
+    def _head_part(self, index: int) -> Part:
+        head = self._head(index)
+        kv_layers = [] if head.block is None else [head.kv_layer]
+        return Part(f"head of the {self.levels[index].name} level", partial(self._run_head, index), kv_layers)
+
+    def _run_layers(self, index: int, rows: PackedRows) -> None:
+        level, backbone = self.levels[index], self.model.backbone
+        if index == 0:
+            hidden = backbone.embed(rows.token_ids, rows.positions)
+        else:
+            hidden = self._hidden[index - 1][rows.window_slots].unsqueeze(0)
+        hidden = backbone.run_layers(hidden, level.start, level.stop, rows.positions, rows.attend)
+        if level.head is None:
+            self._final_states[rows.window_slots] = backbone.final_norm(hidden)[0]
+        else:
+            self._hidden[index][rows.window_slots] = hidden[0]
+
+    def _run_head(self, index: int, rows: PackedRows) -> Tensor:  # [T, D]
+        head = self._head(index)
+        hidden = self._hidden[index][rows.window_slots].unsqueeze(0)
+        context = None
+        if head.config.committed_context:
+            known = context_positions(rows.positions, rows.last_known)
+            context = self._final_states[rows.window_starts + known % self._window].unsqueeze(0)
+        return head(hidden, context, rows.positions, rows.attend)[0]
+
+    def _head_logits(self, index: int, rows: AnyRows, wanted: Tensor | slice) -> Tensor:
+        state = self._run(self._heads[index], rows)
+        head = self.levels[index].head
+        assert state is not None
+        assert head is not None
+        return self.model.exit_logits(head, state[wanted])
+
+    def _head_bounds(self, index: int, sequences: list[Sequence], wanted: Bounds) -> Bounds:
+        """What a head must run over to score what is wanted."""
+        if self._head(index).block is None:
+            return wanted
+        # Positions that no draft was asked from (after a bonus token) must still be in the block's cache.
+        return [
+            (min(s.num_head_computed[index], start), stop) for s, (start, stop) in zip(sequences, wanted, strict=True)
+        ]
+
+    def _count_layers(self, index: int, sequence: Sequence, stop: int) -> None:
+        level = self.levels[index]
+        passes = (stop - sequence.num_computed[index]) * (level.stop - level.start)
+        sequence.stats.levels[level.name].num_layer_passes += passes
+        sequence.num_computed[index] = stop
+
+    def _count_head(self, index: int, sequence: Sequence, stop: int) -> None:
+        if self._head(index).block is not None:
+            passes = stop - sequence.num_head_computed[index]
+            sequence.stats.levels[self.levels[index].name].num_layer_passes += passes
             sequence.num_head_computed[index] = stop
-            sequence.stats.levels[self.levels[index].name].num_layer_passes += stop - start
-        if bounds == wanted:
-            return state
-        rows: list[int] = []
-        offset = 0
-        for (start, stop), (first, _) in zip(bounds, wanted, strict=True):
-            rows.extend(range(offset + first - start, offset + stop - start))
-            offset += stop - start
-        return state[rows]
 
     def _states_before(self, states: Tensor, chunks: list[Chunk]) -> Tensor:  # states and result: [1, T, D]
         """The context of positions that are read in: the final state of the position before, zeros at position 0."""
@@ -168,33 +254,12 @@ class ModelRunner:
         context[0, torch.from_numpy(first_rows).to(device)] = torch.where(has_before, self._final_states[slots], 0)
         return context
 
-    def _context(self, sequences: list[Sequence], bounds: list[tuple[int, int]], positions: Tensor) -> Tensor:
-        last_known = np.repeat([s.num_computed[-1] - 1 for s in sequences], [stop - start for start, stop in bounds])
-        known = context_positions(positions, torch.from_numpy(last_known).to(positions.device))
-        rows = np.repeat([s.window_row for s in sequences], [stop - start for start, stop in bounds])
-        slots = torch.from_numpy(rows * self._window).to(positions.device) + known % self._window
-        return self._final_states[slots].unsqueeze(0)
-
-    def _head(self, level: Level) -> ExitHead:
-        assert level.head is not None
-        head = self.model.heads[level.head]
+    def _head(self, index: int) -> ExitHead:
+        number = self.levels[index].head
+        assert number is not None
+        head = self.model.heads[number]
         assert isinstance(head, ExitHead)
         return head
 
-    def _positions(self, bounds: list[tuple[int, int]]) -> Tensor:  # [T]
-        device = self.model.backbone.device
-        return torch.cat([torch.arange(start, stop, device=device) for start, stop in bounds])
-
-    def _window_slots(self, sequences: list[Sequence], bounds: list[tuple[int, int]]) -> Tensor:  # [T]
-        slots = [
-            sequence.window_row * self._window + position % self._window
-            for sequence, (start, stop) in zip(sequences, bounds, strict=True)
-            for position in range(start, stop)
-        ]
-        return torch.tensor(slots, device=self.model.backbone.device)
-
-    def _attend(self, sequences: list[Sequence], bounds: list[tuple[int, int]]) -> PagedAttention:
-        spans = [
-            Span(sequence.block_table, start, stop) for sequence, (start, stop) in zip(sequences, bounds, strict=True)
-        ]
-        return self._attention(self._kv_cache, spans, self.model.backbone.device)
+    def _window_slots(self, sequences: list[Sequence], bounds: Bounds) -> Tensor:  # [T]
+        return to_device(self._packer.window_slots(sequences, bounds), self.device)

@@ -1,26 +1,57 @@
 """From logits to the distribution that a request asked for, and from that to tokens. Tensors in, tensors out.
 
-R rows, V vocabulary.
+R rows, V vocabulary. Nothing here waits for the device: what a request asks for is known before its logits are.
 """
+
+from collections.abc import Sequence as Items
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from .config import SamplingParams
+from .transfer import to_device
+
+
+class Settings(NamedTuple):
+    """What `to_probs` is told, row by row; None keeps all in every row."""
+
+    temperature: Tensor  # [R] float32, > 0; means nothing in greedy rows
+    top_k: Tensor | None  # [R] int64
+    top_p: Tensor | None  # [R] float32
+    min_p: Tensor | None  # [R] float32
+
+
+def build_settings(params: Items[SamplingParams], device: torch.device) -> Settings:
+    """Those of rows with these parameters."""
+    temperature = [1.0 if each.is_greedy else each.temperature for each in params]
+    filtered = any(each.top_k for each in params) or any(each.top_p < 1 for each in params)
+    has_min_p = any(each.min_p > 0 for each in params)
+    return Settings(
+        to_device(temperature, device, torch.float32),
+        to_device([each.top_k for each in params], device) if filtered else None,
+        to_device([each.top_p for each in params], device, torch.float32) if filtered else None,
+        to_device([each.min_p for each in params], device, torch.float32) if has_min_p else None,
+    )
+
 
 def to_probs(
     logits: Tensor,  # [R, V]
     temperature: Tensor,  # [R] float32, > 0
-    top_k: Tensor,  # [R] int64, 0 keeps all
-    top_p: Tensor,  # [R] float32, 1 keeps all
-    min_p: Tensor,  # [R] float32, 0 keeps all
+    top_k: Tensor | None,  # [R] int64, 0 keeps all
+    top_p: Tensor | None,  # [R] float32, 1 keeps all; None where top_k is
+    min_p: Tensor | None,  # [R] float32, 0 keeps all
 ) -> Tensor:  # [R, V] float32, each row sums to 1
-    """Apply temperature, top-k, top-p, min-p, as transformers does; of equal logits the lowest id goes first."""
+    """Apply temperature, top-k, top-p, min-p, as transformers does; of equal logits the lowest id goes first.
+
+    None keeps all, by fewer operations.
+    """
     logits = logits.float()
     # Shifted first: a tiny temperature then sends all but the maximum to -inf instead of overflowing.
     divisor = temperature.clamp_min(torch.finfo(torch.float32).tiny).unsqueeze(-1)
     logits = (logits - logits.amax(-1, keepdim=True)) / divisor
-    if not (top_k.any() or (top_p < 1).any()):
+    if top_k is None or top_p is None:
         return _keep_likely(logits.softmax(-1), min_p)
     ordered, order = logits.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(logits.shape[-1], device=logits.device)
@@ -34,20 +65,11 @@ def to_probs(
     return _keep_likely(torch.zeros_like(probs).scatter_(-1, order, probs), min_p)
 
 
-def _keep_likely(probs: Tensor, min_p: Tensor) -> Tensor:
-    if not (min_p > 0).any():
+def _keep_likely(probs: Tensor, min_p: Tensor | None) -> Tensor:
+    if min_p is None:
         return probs
     probs = probs.masked_fill(probs < min_p.unsqueeze(-1) * probs.amax(-1, keepdim=True), 0)
     return probs / probs.sum(-1, keepdim=True)
-
-
-def to_probs_one_by_one(*arguments: Tensor) -> Tensor:  # as of `to_probs`
-    """`to_probs` of each row by itself: bit for bit the same whatever rows, with whatever parameters, stand beside it.
-
-    Otherwise the parameters of one row decide how all are computed, and threads share the sum of a lone row.
-    """
-    rows = zip(*(argument.split(1) for argument in arguments), strict=True)
-    return torch.cat([to_probs(*row) for row in rows])
 
 
 def draw(

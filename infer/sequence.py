@@ -62,6 +62,8 @@ class Sequence:
     """By level below the target: positions in its head's own KV cache."""
     kept_shares: list[float] = field(init=False)
     """By level below the target: the running share of its tokens that the next level kept."""
+    wanted: list[int] = field(init=False)
+    """By level below the target: how many tokens the next level asks of it in this round."""
     block_table: list[int] = field(default_factory=list)
     window_row: int = -1
     """This sequence's place in the buffers of hidden states, while it runs."""
@@ -86,6 +88,7 @@ class Sequence:
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_ids)
         self.kept_shares = [INITIAL_SHARE] * len(self.proposed)
+        self.wanted = [0] * len(self.proposed)
 
     @property
     def output_ids(self) -> list[int]:

@@ -11,9 +11,28 @@ import torch
 from torch import Tensor
 
 
+class VarlenShape(NamedTuple):
+    """Sizes of a packed batch that a kernel is called with; tensors of one shape differ in their numbers alone."""
+
+    num_rows: int  # T
+    num_seqs: int  # B
+    num_blocks: int  # n, of the longest block table
+    max_queries: int  # of one sequence, at most
+
+    def padded(self) -> "VarlenShape":
+        """The next of few shapes that has room for all."""
+        if self.max_queries == 1:
+            # The kernel takes a short way for one query a sequence, if there are as many of these as of those.
+            num_rows = num_seqs = _power_of_two(self.num_rows)
+            return VarlenShape(num_rows, num_seqs, _power_of_two(self.num_blocks), 1)
+        num_rows = _power_of_two(self.num_rows)
+        return VarlenShape(num_rows, _power_of_two(self.num_seqs), _power_of_two(self.num_blocks), num_rows)
+
+
 class VarlenLayout(NamedTuple):
     """Where the queries and keys of each sequence lie."""
 
+    slots: Tensor  # [T] int64, where the new tokens go
     first_rows: Tensor  # [B + 1] int32, in the packed batch
     num_keys: Tensor  # [B] int32
     block_tables: Tensor  # [B, n] int32, short ones are padded
@@ -21,17 +40,45 @@ class VarlenLayout(NamedTuple):
     max_keys: int
 
 
-def varlen_layout(spans: Items[tuple[list[int], int, int]], block_size: int, device: torch.device) -> VarlenLayout:
-    """Of spans `(block_table, start, stop)`; all numbers go to the device in one piece."""
+Spans = Items[tuple[list[int], int, int]]
+"""The new tokens of each sequence: block table, start, stop."""
+
+
+def varlen_shape(spans: Spans, block_size: int) -> VarlenShape:
+    """The sizes that these have; at least one row, where there are none."""
     lengths = [stop - start for _, start, stop in spans]
-    stops = [stop for _, _, stop in spans]
-    num_blocks = -(-max(stops) // block_size)
-    tables = [table[:num_blocks] + [0] * (num_blocks - len(table)) for table, _, _ in spans]
-    numbers = [0, *accumulate(lengths), *stops, *(block for table in tables for block in table)]
-    rows, keys, blocks = torch.tensor(numbers, dtype=torch.int32, device=device).split(
-        [len(spans) + 1, len(spans), len(spans) * num_blocks]
-    )
-    return VarlenLayout(rows, keys, blocks.view(len(spans), num_blocks), max(lengths), max(stops))
+    num_blocks = max((-(-stop // block_size) for _, _, stop in spans), default=1)
+    return VarlenShape(max(sum(lengths), 1), max(len(spans), 1), num_blocks, max(lengths, default=1))
+
+
+def varlen_numbers(spans: Spans, block_size: int, shape: VarlenShape, spare_slot: int) -> list[int]:
+    """All integers of the layout, one behind the other; rows that no span has are written to the spare slot."""
+    slots = [
+        table[position // block_size] * block_size + position % block_size
+        for table, start, stop in spans
+        for position in range(start, stop)
+    ]
+    num_padded = shape.num_seqs - len(spans)
+    first_rows = [0, *accumulate(stop - start for _, start, stop in spans)]
+    numbers = slots + [spare_slot] * (shape.num_rows - len(slots))
+    numbers += first_rows + first_rows[-1:] * num_padded
+    numbers += [stop for _, _, stop in spans] + [0] * num_padded
+    for table, _, _ in spans:
+        numbers += table[: shape.num_blocks] + [0] * (shape.num_blocks - len(table))
+    return numbers + [0] * (num_padded * shape.num_blocks)
+
+
+def varlen_layout(
+    numbers: Tensor,  # from `varlen_numbers`, on the device
+    block_size: int,
+    shape: VarlenShape,
+) -> VarlenLayout:
+    """The layout that the numbers say, as views of them and as copies in the kernel's type."""
+    num_rows, num_seqs, num_blocks, max_queries = shape
+    slots, for_kernel = numbers[:num_rows], numbers[num_rows:].to(torch.int32)
+    first_rows, num_keys, tables = for_kernel.split([num_seqs + 1, num_seqs, num_seqs * num_blocks])
+    block_tables = tables.view(num_seqs, num_blocks)
+    return VarlenLayout(slots, first_rows, num_keys, block_tables, max_queries, num_blocks * block_size)
 
 
 def varlen_attention(
@@ -63,3 +110,7 @@ def varlen_attention(
     )
     assert isinstance(output, Tensor)  # a pair only where more is asked for
     return output
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()

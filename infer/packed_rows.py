@@ -1,0 +1,179 @@
+"""The rows of a pass: tokens of several sequences side by side, and where each of them lies.
+
+T rows; B sequences; W positions in the window of a sequence. Whatever the host knows of a pass, and of all passes of a
+draft, goes to the device in one piece.
+"""
+
+from collections.abc import Sequence as Items
+from functools import partial
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .attention import PagedAttention, Span, new_blocks
+from .kv_cache import KVCache
+from .sequence import Sequence
+from .transfer import to_device
+from .varlen_attention import VarlenShape, varlen_layout, varlen_numbers, varlen_shape
+
+NUM_COLUMNS = 5
+"""Numbers of each row besides those for attention."""
+
+
+Bounds = list[tuple[int, int]]
+"""Positions `[start, stop)` of each sequence."""
+
+
+class Pass(NamedTuple):
+    """What runs through a level at once."""
+
+    sequences: list[Sequence]
+    bounds: Bounds
+    has_ids: bool = False
+    """Whether the rows' tokens are known and are read."""
+    attends: bool = True
+    """Whether any layer is among what it runs through."""
+
+
+class PackedRows(NamedTuple):
+    """The rows of one pass, on the device."""
+
+    token_ids: Tensor  # [T] int64, zeros where they are not known yet, or not read
+    positions: Tensor  # [T] int64
+    window_slots: Tensor  # [T] int64, where their hidden and final states lie
+    window_starts: Tensor  # [T] int64, where the windows of their sequences start
+    last_known: Tensor  # [T] int64, newest position of their sequences whose final state is known
+    attend: PagedAttention
+
+
+class PaddedRows(NamedTuple):
+    """The rows of one pass as numbers of a fixed shape; see `RowPacker.unpack`."""
+
+    token_ids: Tensor  # [T] int64, the first of the numbers
+    numbers: Tensor  # int64
+    shape: VarlenShape
+    new_blocks: Tensor | None  # of the KV cache, to be cleared first
+
+
+class RowPacker:
+    """Packs the rows of passes over one cache and windows.
+
+    The last block of the cache and the last row of windows are nobody's: padded rows are written there.
+    """
+
+    def __init__(
+        self,
+        kv_cache: KVCache,
+        window: int,
+        num_windows: int,
+        device: torch.device,
+        *,
+        is_exact: bool,
+        by_varlen: bool,
+    ) -> None:
+        self._kv_cache = kv_cache
+        self._window = window
+        self._spare_window_slot = (num_windows - 1) * window
+        self._spare_slot = len(kv_cache.keys[0]) - kv_cache.block_size
+        self._device = device
+        self._attention = partial(PagedAttention, kv_cache, is_exact=is_exact)
+        self._by_varlen = by_varlen
+
+    def pack(self, passes: Items[Pass]) -> list[PackedRows]:
+        """The rows of each pass."""
+        spans = [_spans(each) for each in passes]
+        columns = [self._columns(each, sum(stop - start for start, stop in each.bounds)) for each in passes]
+        if self._by_varlen:
+            size = self._kv_cache.block_size
+            shapes = [varlen_shape(each, size) for each in spans]
+            parts = [
+                rows + varlen_numbers(each, size, shape, self._spare_slot)
+                for rows, each, shape in zip(columns, spans, shapes, strict=True)
+            ]
+            uploaded = zip(self._upload(parts), shapes, spans, strict=True)
+            packed = [self._unpack(numbers, shape, each) for numbers, shape, each in uploaded]
+        else:
+            uploaded_columns = zip(self._upload(columns), spans, strict=True)
+            packed = [_packed(numbers, self._attention(each, self._device)) for numbers, each in uploaded_columns]
+        for each_packed, each_pass in zip(packed, passes, strict=True):
+            if each_pass.attends:
+                each_packed.attend.prepare()
+        return packed
+
+    def pad(self, passes: Items[Pass]) -> list[PaddedRows]:
+        """The rows of each pass and some that are nobody's, so that many passes are of one shape."""
+        size = self._kv_cache.block_size
+        spans = [_spans(each) for each in passes]
+        shapes = [varlen_shape(each, size).padded() for each in spans]
+        parts = [
+            self._columns(each, shape.num_rows) + varlen_numbers(places, size, shape, self._spare_slot)
+            for each, places, shape in zip(passes, spans, shapes, strict=True)
+        ]
+        return [
+            PaddedRows(numbers[: shape.num_rows], numbers, shape, new_blocks(each, size, self._device))
+            for numbers, shape, each in zip(self._upload(parts), shapes, spans, strict=True)
+        ]
+
+    def unpack(self, numbers: Tensor, shape: VarlenShape) -> PackedRows:
+        """The rows that `PaddedRows.numbers` say; made of operations on the device alone."""
+        return self._unpack(numbers, shape, [])
+
+    def window_slots(self, sequences: list[Sequence], bounds: Bounds) -> list[int]:
+        """Where the states of positions `[start, stop)` of each sequence lie."""
+        return [
+            sequence.window_row * self._window + position % self._window
+            for sequence, (start, stop) in zip(sequences, bounds, strict=True)
+            for position in range(start, stop)
+        ]
+
+    def _unpack(self, numbers: Tensor, shape: VarlenShape, spans: list[Span]) -> PackedRows:
+        columns, for_attention = numbers.tensor_split([NUM_COLUMNS * shape.num_rows])
+        layout = varlen_layout(for_attention, self._kv_cache.block_size, shape)
+        attend = self._attention(spans, self._device, layout=layout)
+        return _packed(columns, attend)
+
+    def _columns(self, rows: Pass, num_rows: int) -> list[int]:
+        """The columns of `PackedRows`, each padded to so many rows."""
+        ids: list[int] = []
+        positions: list[int] = []
+        starts: list[int] = []
+        last_known: list[int] = []
+        for sequence, (start, stop) in zip(rows.sequences, rows.bounds, strict=True):
+            if rows.has_ids:
+                ids += sequence.known_ids(start)[: stop - start]
+            positions += range(start, stop)
+            starts += [sequence.window_row * self._window] * (stop - start)
+            last_known += [sequence.num_computed[-1] - 1] * (stop - start)
+        slots = self.window_slots(rows.sequences, rows.bounds)
+        none = [0] * (num_rows - len(positions))
+        spare = [self._spare_window_slot] * len(none)
+        ids += [0] * (num_rows - len(ids))
+        return [*ids, *positions, *none, *slots, *spare, *starts, *spare, *last_known, *none]
+
+    def _upload(self, parts: list[list[int]]) -> Items[Tensor]:
+        numbers = to_device([number for part in parts for number in part], self._device)
+        bounds = pairwise([0, *accumulate(map(len, parts))])
+        return [numbers[start:stop] for start, stop in bounds]
+
+
+def _packed(columns: Tensor, attend: PagedAttention) -> PackedRows:
+    ids, positions, window_slots, window_starts, last_known = columns.view(NUM_COLUMNS, -1).unbind()
+    return PackedRows(ids, positions, window_slots, window_starts, last_known, attend)
+
+
+def _spans(rows: Pass) -> list[Span]:
+    return [Span(s.block_table, start, stop) for s, (start, stop) in zip(rows.sequences, rows.bounds, strict=True)]
+
+
+def rows_within(bounds: Bounds, wanted: Bounds, device: torch.device) -> Tensor | slice:
+    """Which rows of a pass over `bounds` are wanted."""
+    if bounds == wanted:
+        return slice(sum(stop - start for start, stop in bounds))
+    rows: list[int] = []
+    offset = 0
+    for (start, stop), (first, _) in zip(bounds, wanted, strict=True):
+        rows.extend(range(offset + first - start, offset + stop - start))
+        offset += stop - start
+    return to_device(rows, device)
