@@ -65,7 +65,7 @@ class ModelRunner:
             hidden = backbone.run_layers(hidden, level.start, level.stop, positions, attend)
             exits.append(hidden)
         states = backbone.final_norm(hidden)
-        blocks = [index for index in range(len(self.levels) - 1) if self._head(self.levels[index]).block is not None]
+        blocks = [index for index in range(len(self.levels) - 1) if self._head(self.levels[index]).has_block]
         if blocks:
             context = self._states_before(states, chunks)
             for index in blocks:
@@ -131,7 +131,7 @@ class ModelRunner:
     def _run_head(self, index: int, sequences: list[Sequence], bounds: list[tuple[int, int]]) -> Tensor:  # [T, D]
         head = self._head(self.levels[index])
         wanted = bounds
-        if head.block is not None:
+        if head.has_block:
             # Positions that no draft was asked from (after a bonus token) must still be in the block's cache.
             bounds = [
                 (min(s.num_head_computed[index], start), stop)
@@ -141,7 +141,7 @@ class ModelRunner:
         hidden = self._hidden[index][self._window_slots(sequences, bounds)].unsqueeze(0)
         context = self._context(sequences, bounds, positions) if head.config.committed_context else None
         state = head(hidden, context, positions, self._attend(sequences, bounds))[0]
-        if head.block is None:
+        if not head.has_block:
             return state
         for sequence, (start, stop) in zip(sequences, bounds, strict=True):
             sequence.num_head_computed[index] = stop
