@@ -2,14 +2,16 @@
 
 import hashlib
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path, PurePath
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
+from ..heads import held_module, is_quantized
 from .hub import is_hub_id
 
 # Few, and stable between releases of transformers; what they leave out shows in the weights.
@@ -21,6 +23,8 @@ ARCHITECTURE_FIELDS = (
     "num_key_value_heads",
     "vocab_size",
 )
+HEADS_MODULE = "exit_heads"
+"""Where heads that are an adapter of peft hang on the base: no part of what the base is."""
 NUM_SAMPLES = 16
 SMALLEST_SAMPLE = 2.0**-14
 PACKAGES = ("hispec", "torch", "transformers", "safetensors", "huggingface_hub", "datasets", "peft")
@@ -30,13 +34,30 @@ def fingerprint(base: PreTrainedModel) -> dict[str, Any]:
     """What tells `base` from every other model, JSON-ready: architecture, and a digest of sampled weights.
 
     The same in float32, bfloat16 and, for weights released in either half precision, float16; on any device.
-    A few values of each tensor are read, so the cost does not grow with their size.
+    A few values of each tensor are read, so the cost does not grow with their size. Adapters of peft that are active
+    on the base have a digest of their own, so that a base with one is told from a base without; a merged one shows in
+    the weights. `kept` is the digest of what quantising leaves: embeddings, norms and biases.
     """
-    digest = hashlib.sha256()
-    for _, parameter in sorted(base.named_parameters()):
-        digest.update(_sample(parameter.detach()))
+    owners = dict(_own_modules(base, ""))
+    own = {}
+    for path, module in owners.items():
+        own |= {path + name: parameter for name, parameter in module.named_parameters(recurse=False)}
+    # Tied tensors count once, by their first name.
+    first = {id(parameter): name for name, parameter in reversed(own.items())}
+    own = {name: parameter for name, parameter in own.items() if first[id(parameter)] == name}
+    embeddings = {id(module.weight) for module in owners.values() if isinstance(module, nn.Embedding)}
+    kept = {n: p for n, p in own.items() if p.is_floating_point() and (p.dim() == 1 or id(p) in embeddings)}
     architecture = {field: getattr(base.config, field, None) for field in ARCHITECTURE_FIELDS}
-    return {"architecture": architecture, "weights": digest.hexdigest()[:32]}
+    result: dict[str, Any] = {
+        "architecture": architecture,
+        "weights": _digest(_sample(parameter) for _, parameter in sorted(own.items())),
+        "kept": _digest(_sample(parameter) for _, parameter in sorted(kept.items())),
+    }
+    if adapters := sorted(_active_tensors(base, "")):
+        result["adapters"] = _digest(part for _, part in adapters)
+    if quantized := sorted({type(module).__name__ for module in owners.values() if is_quantized(module)}):
+        result["quantization"] = ",".join(quantized)
+    return result
 
 
 def explain_mismatch(recorded: Mapping[str, Any], found: Mapping[str, Any]) -> str | None:
@@ -45,9 +66,23 @@ def explain_mismatch(recorded: Mapping[str, Any], found: Mapping[str, Any]) -> s
         old, new = recorded["architecture"].get(field), found["architecture"][field]
         if old != new:
             return f"{field} is {new}, not {old}"
+    if recorded.get("adapters") != found.get("adapters"):
+        if "adapters" not in recorded:
+            return "it carries an adapter (such as LoRA) that was not there when the heads were made"
+        return "it is without the adapter (such as LoRA) that was there when the heads were made, or has another one"
+    if is_requantized(recorded, found):
+        if "kept" not in recorded:
+            return "it is quantised, and the adapter's files are too old to tell of what"
+        same = recorded["kept"] == found["kept"]
+        return None if same else "it is quantised otherwise, and what quantising keeps is different too"
     if recorded["weights"] != found["weights"]:
         return "the architecture is the same, but the weights are others (another revision, or fine-tuned)"
     return None
+
+
+def is_requantized(recorded: Mapping[str, Any], found: Mapping[str, Any]) -> bool:
+    """Whether one of the two is quantised and the other is not, or in another way."""
+    return bool(recorded.get("quantization") != found.get("quantization"))
 
 
 def base_source(base: PreTrainedModel) -> str | None:
@@ -74,9 +109,46 @@ def run_record(
     return shortened
 
 
+def _own_modules(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+    """All modules of a base, those that adapters hold in their places, without the adapters and without heads."""
+    held = held_module(module)
+    if held is not None:
+        yield from _own_modules(held, path)
+        return
+    yield path, module
+    for name, child in module.named_children():
+        if path or name != HEADS_MODULE:
+            yield from _own_modules(child, f"{path}{name}.")
+
+
+def _active_tensors(module: Any, path: str) -> Iterator[tuple[str, bytes]]:
+    """What the adapters that work on a base add to it."""
+    held = held_module(module)
+    if held is None:
+        for name, child in module.named_children():
+            yield from _active_tensors(child, f"{path}{name}.")
+        return
+    yield from _active_tensors(held, path)
+    working = set() if module.disable_adapters else {*module.active_adapters} - {*module.merged_adapters}
+    of_base = {id(parameter) for parameter in held.parameters()}
+    for name, parameter in module.named_parameters():
+        if id(parameter) not in of_base and working & {*name.split(".")}:
+            yield f"{path}{'.'.join(part for part in name.split('.') if part not in working)}", _sample(parameter)
+    for name, scale in getattr(module, "scaling", {}).items():
+        if name in working:
+            yield f"{path}scaling", repr(float(scale)).encode()
+
+
+def _digest(parts: Iterable[bytes]) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()[:32]
+
+
 def _sample(tensor: torch.Tensor) -> bytes:
     """Evenly spread values, in bfloat16, with those dropped that float16 cannot hold as exactly."""
-    flat = tensor.reshape(-1)
+    flat = tensor.detach().reshape(-1)
     values = flat[:: max(1, len(flat) // NUM_SAMPLES)][:NUM_SAMPLES].to(torch.bfloat16).float().cpu()
     values[values.abs() < SMALLEST_SAMPLE] = 0
     return values.numpy().astype("<f4").tobytes()

@@ -52,9 +52,21 @@ def is_plain_linear(module: Any) -> bool:
 
 def is_stand_in(module: nn.Module) -> bool:
     """Whether `module` stands in for a plain one."""
-    if any(name in module._modules for name in HELD_AS):
+    if held_module(module) is not None:
         return True
     return _is_linear(module) and not is_plain_linear(module)
+
+
+def is_quantized(module: Any) -> bool:
+    """Whether `module` is a linear layer of another class, or with another kind of numbers, than an ordinary one."""
+    if held_module(module) is not None or not _is_linear(module):
+        return False
+    return not (type(module) is nn.Linear and type(module.weight) is nn.Parameter and module.weight.is_floating_point())
+
+
+def held_module(module: nn.Module) -> nn.Module | None:
+    """What an adapter's module stands in for; None for any other module."""
+    return next((module._modules[name] for name in HELD_AS if name in module._modules), None)
 
 
 def stand_ins(module: nn.Module) -> Iterator[nn.Module]:
