@@ -218,14 +218,21 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
     if not path.is_file():
         raise ValueError(f"{folder} holds no {WEIGHTS_FILE}; give a folder that save_adapter wrote")
     try:
-        return {head_name(name): tensor for name, tensor in load_file(path).items()}
+        tensors = load_file(path)
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{path} is broken or cut short ({error}); get the adapter again") from error
+    return by_head_name(tensors, path)
 
 
-def head_name(name: str) -> str:
-    """The name of a tensor within the heads, from its name in a file of any version or of peft."""
-    return name.partition(HEADS_PREFIX)[2] or name
+def by_head_name(tensors: Mapping[str, Tensor], where: str | Path) -> dict[str, Tensor]:
+    """The tensors of a file of any version, or of peft, by their names within the heads."""
+    named: dict[str, Tensor] = {}
+    for full_name, tensor in tensors.items():
+        name = full_name.partition(HEADS_PREFIX)[2] or full_name
+        if name in named:
+            raise ValueError(f"{where} has the tensor {name!r} twice; get the adapter again")
+        named[name] = tensor
+    return named
 
 
 def _load_recorded_base(

@@ -19,10 +19,10 @@ from .adapter import (
     HEADS_PREFIX,
     PEFT_TYPE,
     TENSOR_PREFIX,
+    by_head_name,
     check_base,
     check_tensors,
     check_version,
-    head_name,
     read_head_config,
 )
 from .provenance import HEADS_MODULE, fingerprint
@@ -118,7 +118,6 @@ class HiSpecModel(BaseTuner):
 
     prefix = "hispec_"
     tuner_layer_cls = ExitHeads
-    target_module_mapping: dict[str, list[str]] = {}
 
     def __init__(self, model: Any, peft_config: Any, adapter_name: str, **options: Any) -> None:
         base: Any = base_of(model)
@@ -146,7 +145,7 @@ class HiSpecModel(BaseTuner):
         state_dict: dict[str, Tensor] | None = None,
     ) -> None:
         """Hang new heads on `model`; raises ValueError where they were made for another base."""
-        config = self.peft_config[adapter_name]
+        config: Any = self.peft_config[adapter_name]
         is_from_file = config.base_fingerprint is not None
         if is_from_file:
             check_base(model, config.base_fingerprint, config.base_model_name_or_path, "the adapter")
@@ -191,7 +190,13 @@ class HiSpecModel(BaseTuner):
         """Refused."""
         raise ValueError(NO_MERGE)
 
-    def _unload_and_optionally_merge(self, merge: bool = True, **options: Any) -> nn.Module:
+    def _unload_and_optionally_merge(  # type: ignore[override]  # what peft itself returns, whatever it says
+        self,
+        merge: bool = True,
+        progressbar: bool = False,
+        safe_merge: bool = False,
+        adapter_names: list[str] | None = None,
+    ) -> nn.Module:
         if merge:
             raise ValueError(NO_MERGE)
         _take_off(self.model)
@@ -229,8 +234,8 @@ class HiSpecModel(BaseTuner):
         """The file's tensors by their names in `model`; peft itself would only warn of a missing one."""
         base = base_of(model)
         layer = _heads_on(base, needed=True)
-        tensors = {head_name(name): tensor for name, tensor in state_dict.items()}
         try:
+            tensors = by_head_name(state_dict, "the adapter's file")
             check_tensors(tensors, layer.models[adapter_name], "the adapter's file")
         except ValueError:
             layer.delete_adapter(adapter_name)

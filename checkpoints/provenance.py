@@ -39,7 +39,7 @@ def fingerprint(base: PreTrainedModel) -> dict[str, Any]:
     the weights. `kept` is the digest of what quantising leaves: embeddings, norms and biases.
     """
     owners = dict(_own_modules(base, ""))
-    own = {}
+    own: dict[str, nn.Parameter] = {}
     for path, module in owners.items():
         own |= {path + name: parameter for name, parameter in module.named_parameters(recurse=False)}
     # Tied tensors count once, by their first name.

@@ -71,7 +71,6 @@ class EarlyExitModel(nn.Module):
         check_exit_layers(tuple(exit_layers), len(find_parts(base).layers))
         if draft_vocab_ids is not None:
             draft_vocab_size = len(draft_vocab_ids)
-            _check_draft_vocab(draft_vocab_ids, base.get_input_embeddings().weight.shape[0])
         configs = [
             ExitHeadConfig(
                 exit_layer=exit_layer,
@@ -84,6 +83,7 @@ class EarlyExitModel(nn.Module):
         ]
         model = cls(base, configs)
         if draft_vocab_ids is not None:
+            _check_draft_vocab(draft_vocab_ids, model.backbone.vocab_size)
             for exit_head in model.exit_heads:
                 assert exit_head.draft_vocab_ids is not None
                 exit_head.draft_vocab_ids.copy_(draft_vocab_ids.sort().values)

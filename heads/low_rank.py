@@ -73,4 +73,6 @@ def _linears(module: nn.Module, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _sizes(linear: Any) -> tuple[int, int]:  # D_in, D_out
-    return tuple(linear.weight.shape) if isinstance(linear, Conv1D) else (linear.in_features, linear.out_features)
+    if isinstance(linear, Conv1D):
+        return linear.nx, linear.nf
+    return linear.in_features, linear.out_features

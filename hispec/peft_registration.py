@@ -24,7 +24,8 @@ class _PeftFinder:
             spec = finder.find_spec(name, path, target)
             if spec is not None:
                 if spec.loader is not None:
-                    spec.loader = _PeftLoader(spec.loader)
+                    loader: Any = _PeftLoader(spec.loader)
+                    spec.loader = loader
                 return spec
         return None
 
