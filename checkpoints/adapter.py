@@ -17,7 +17,7 @@ from ..heads import EarlyExitModel, ExitHead, ExitHeadConfig, base_of
 from .atomic import atomic_folder
 from .base_model import load_base
 from .hub import download, is_hub_id
-from .provenance import base_source, explain_mismatch, fingerprint, is_requantized
+from .provenance import adapter_fingerprint, base_source, explain_mismatch, is_requantized
 
 FORMAT_VERSION = 2
 READABLE_VERSIONS = (1, 2)
@@ -59,7 +59,7 @@ def save_adapter(
         "format_version": FORMAT_VERSION,
         "base_model_name_or_path": source,
         "revision": getattr(model.base.config, "_commit_hash", None) if source else None,
-        "base_fingerprint": fingerprint(model.base),
+        "base_fingerprint": adapter_fingerprint(model.base),
         "heads": [head.config.to_dict() for head in model.heads if isinstance(head, ExitHead)],
         "peft_type": PEFT_TYPE,
         "task_type": "CAUSAL_LM",
@@ -105,7 +105,7 @@ def load_adapter(
 
 def check_base(base: PreTrainedModel, recorded: Mapping[str, Any], name: str | None, adapter: str) -> None:
     """Raise ValueError unless `base` is the one of the `recorded` fingerprint."""
-    found = fingerprint(base)
+    found = adapter_fingerprint(base)
     if mismatch := explain_mismatch(recorded, found):
         named = name or "another base"
         raise ValueError(f"{adapter} was made for {named}, not for this base: {mismatch}; load that one")

@@ -25,7 +25,7 @@ from .adapter import (
     check_version,
     read_head_config,
 )
-from .provenance import HEADS_MODULE, fingerprint
+from .provenance import HEADS_MODULE, adapter_fingerprint
 
 IN_PEFT_MODEL = TENSOR_PREFIX.removesuffix(HEADS_PREFIX)
 SHORT_FORMS = ("exit_layers", "head", "draft_vocab_size", "committed_context", "lora_rank")
@@ -155,7 +155,7 @@ class HiSpecModel(BaseTuner):
         if any(tensor.is_meta for tensor in heads.heads.state_dict().values()):
             raise ValueError("exit heads are made with their tensors; leave out low_cpu_mem_usage")
         if not is_from_file:
-            config.base_fingerprint = fingerprint(model)
+            config.base_fingerprint = adapter_fingerprint(model)
         if layer is None:
             layer = ExitHeads()
             setattr(model, HEADS_MODULE, layer)

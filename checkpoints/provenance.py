@@ -34,30 +34,34 @@ def fingerprint(base: PreTrainedModel) -> dict[str, Any]:
     """What tells `base` from every other model, JSON-ready: architecture, and a digest of sampled weights.
 
     The same in float32, bfloat16 and, for weights released in either half precision, float16; on any device.
-    A few values of each tensor are read, so the cost does not grow with their size. Adapters of peft that are active
-    on the base have a digest of their own, so that a base with one is told from a base without; a merged one shows in
-    the weights. `kept` is the digest of what quantising leaves: embeddings, norms and biases.
+    A few values of each tensor are read, so the cost does not grow with their size. The adapters of peft that work on
+    the base count too, and have a digest of their own beside; a merged one is part of the weights.
     """
-    owners = dict(_own_modules(base, ""))
-    own: dict[str, nn.Parameter] = {}
-    for path, module in owners.items():
-        own |= {path + name: parameter for name, parameter in module.named_parameters(recurse=False)}
-    # Tied tensors count once, by their first name.
-    first = {id(parameter): name for name, parameter in reversed(own.items())}
-    own = {name: parameter for name, parameter in own.items() if first[id(parameter)] == name}
-    embeddings = {id(module.weight) for module in owners.values() if isinstance(module, nn.Embedding)}
-    kept = {n: p for n, p in own.items() if p.is_floating_point() and (p.dim() == 1 or id(p) in embeddings)}
-    architecture = {field: getattr(base.config, field, None) for field in ARCHITECTURE_FIELDS}
+    own = [_sample(parameter) for _, parameter in sorted(_own_parameters(base).items())]
+    adapters = [part for _, part in sorted(_active_tensors(base, ""))]
     result: dict[str, Any] = {
-        "architecture": architecture,
-        "weights": _digest(_sample(parameter) for _, parameter in sorted(own.items())),
-        "kept": _digest(_sample(parameter) for _, parameter in sorted(kept.items())),
+        "architecture": {field: getattr(base.config, field, None) for field in ARCHITECTURE_FIELDS},
+        "weights": _digest([*own, *adapters]),
     }
-    if adapters := sorted(_active_tensors(base, "")):
-        result["adapters"] = _digest(part for _, part in adapters)
-    if quantized := sorted({type(module).__name__ for module in owners.values() if is_quantized(module)}):
+    if adapters:
+        result["adapters"] = _digest(adapters)
+    if quantized := sorted({type(module).__name__ for _, module in _own_modules(base, "") if is_quantized(module)}):
         result["quantization"] = ",".join(quantized)
     return result
+
+
+def adapter_fingerprint(base: PreTrainedModel) -> dict[str, Any]:
+    """`fingerprint` with a digest of what quantising keeps: embeddings, norms and biases.
+
+    By it heads and a base are known to each other when one of them is of another quantisation.
+    """
+    embeddings = {id(module.weight) for _, module in _own_modules(base, "") if isinstance(module, nn.Embedding)}
+    kept = [
+        _sample(parameter)
+        for _, parameter in sorted(_own_parameters(base).items())
+        if parameter.is_floating_point() and (parameter.dim() == 1 or id(parameter) in embeddings)
+    ]
+    return fingerprint(base) | {"kept": _digest(kept)}
 
 
 def explain_mismatch(recorded: Mapping[str, Any], found: Mapping[str, Any]) -> str | None:
@@ -119,6 +123,18 @@ def _own_modules(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]
     for name, child in module.named_children():
         if path or name != HEADS_MODULE:
             yield from _own_modules(child, f"{path}{name}.")
+
+
+def _own_parameters(base: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of a base by the names that they have without adapters, tied ones once."""
+    own: dict[str, nn.Parameter] = {}
+    seen: set[int] = set()
+    for path, module in _own_modules(base, ""):
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                own[path + name] = parameter
+    return own
 
 
 def _active_tensors(module: Any, path: str) -> Iterator[tuple[str, bytes]]:

@@ -29,8 +29,8 @@ def try_walk(base: Any, backbone: Backbone) -> None:
     alone = base(token_ids[:1].unsqueeze(0), use_cache=False).logits[0].float()
     if not (alone[0] - own[0]).abs().max() <= tolerance:
         warnings.warn(
-            "the base's quantised layers round a token by what is read together with it: texts are its own choice, "
-            "but need not be those of generate, as those of generate depend on the length of what is read",
+            "the base's quantised layers round a token by all that is read together with it: its texts depend on how "
+            "many tokens are read at once, and need not be those of generate",
             stacklevel=4,
         )
 

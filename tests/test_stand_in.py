@@ -169,7 +169,7 @@ def test_rows_that_depend_on_each_other_are_told():
     base = build_base("llama")
     for layer in base.model.layers:
         layer.mlp.up_proj = PerTensor(layer.mlp.up_proj)
-    with pytest.warns(UserWarning, match="round a token by what is read together with it"):
+    with pytest.warns(UserWarning, match="round a token by all that is read together with it"):
         build_heads(base, "good")
 
 
@@ -194,7 +194,7 @@ class TestFingerprint:
         bare = fingerprint(base)
         adapted = adapt(base, "lora")
         found = fingerprint(base)
-        assert {name: value for name, value in found.items() if name != "adapters"} == bare
+        assert found["weights"] != bare["weights"]
         with pytest.raises(ValueError, match="it carries an adapter"):
             load_adapter(tmp_path / "plain", adapted)
         save_adapter(build_heads(adapted, "good"), tmp_path / "adapted")
