@@ -1,6 +1,7 @@
 """The adapter: exit heads on disk and on the hub."""
 
 import json
+import warnings
 from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path, PurePath
@@ -12,13 +13,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..heads import EarlyExitModel, ExitHead, ExitHeadConfig
+from ..heads import EarlyExitModel, ExitHead, ExitHeadConfig, base_of
 from .atomic import atomic_folder
 from .base_model import load_base
 from .hub import download, is_hub_id
-from .provenance import base_source, explain_mismatch, fingerprint
+from .provenance import adapter_fingerprint, base_source, explain_mismatch, is_requantized
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+READABLE_VERSIONS = (1, 2)
+"""In version 1 the tensors had the heads' own names, and peft could not read the config."""
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 RUN_FILE = "run.json"
@@ -26,7 +29,14 @@ CARD_FILE = "README.md"
 REPORT_FILE, FIGURES_FOLDER = "report.md", "figures"
 ADAPTER_FILES = [CONFIG_FILE, WEIGHTS_FILE, RUN_FILE]
 CONFIG_KEYS = {"format_version", "base_model_name_or_path", "revision", "base_fingerprint", "heads"}
+PEFT_KEYS = {"peft_type", "task_type", "peft_version", "auto_mapping", "inference_mode"}
+"""What peft writes for itself, or reads: see `peft_method`."""
 HEAD_KEYS = {"exit_layer", "kind", "committed_context", "draft_vocab_size"}
+OPTIONAL_HEAD_KEYS = {"lora_rank"}
+PEFT_TYPE = "HISPEC"
+HEADS_PREFIX = "exit_heads.hispec_heads."
+TENSOR_PREFIX = f"base_model.model.{HEADS_PREFIX}"
+"""Before the heads' own names of tensors: where peft and transformers look for them."""
 
 
 def save_adapter(
@@ -51,10 +61,12 @@ def save_adapter(
         "format_version": FORMAT_VERSION,
         "base_model_name_or_path": source,
         "revision": getattr(model.base.config, "_commit_hash", None) if source else None,
-        "base_fingerprint": fingerprint(model.base),
+        "base_fingerprint": adapter_fingerprint(model.base),
         "heads": [head.config.to_dict() for head in model.heads if isinstance(head, ExitHead)],
+        "peft_type": PEFT_TYPE,
+        "task_type": "CAUSAL_LM",
     }
-    tensors = {name: _to_disk(tensor, dtype) for name, tensor in model.heads.state_dict().items()}
+    tensors = {TENSOR_PREFIX + name: _to_disk(tensor, dtype) for name, tensor in model.heads.state_dict().items()}
     with atomic_folder(folder) as partial:
         _write_json(partial / CONFIG_FILE, config)
         save_file(tensors, partial / WEIGHTS_FILE, metadata={"format": "pt"})
@@ -83,15 +95,15 @@ def load_adapter(
     """
     folder = _find(str(source), revision)
     config = _read_config(folder)
-    head_configs = [_head_config(values, folder) for values in config["heads"]]
+    where = f"{folder / CONFIG_FILE}, heads"
+    head_configs = [read_head_config(values, where) for values in config["heads"]]
     tensors = _read_tensors(folder)
     if base is None:
         base = _load_recorded_base(config, folder, dtype, device)
-    if mismatch := explain_mismatch(config["base_fingerprint"], fingerprint(base)):
-        named = config["base_model_name_or_path"] or "another base"
-        raise ValueError(f"the adapter {folder} was made for {named}, not for this base: {mismatch}; load that one")
+    base = base_of(base)
+    check_base(base, config["base_fingerprint"], config["base_model_name_or_path"], f"the adapter {folder}")
     model = EarlyExitModel.from_configs(base, head_configs)
-    _check_tensors(tensors, model, folder)
+    check_tensors(tensors, model, folder / WEIGHTS_FILE)
     model.heads.load_state_dict(tensors)
     model.refresh_draft_vocab()
     return model
@@ -104,9 +116,23 @@ def check_adapter(folder: Path) -> dict[str, Any]:
     """
     config = _read_config(folder)
     for values in config["heads"]:
-        _head_config(values, folder)
+        read_head_config(values, f"{folder / CONFIG_FILE}, heads")
     _read_tensors(folder)
     return config
+
+
+def check_base(base: PreTrainedModel, recorded: Mapping[str, Any], name: str | None, adapter: str) -> None:
+    """Raise ValueError unless `base` is the one of the `recorded` fingerprint."""
+    found = adapter_fingerprint(base)
+    if mismatch := explain_mismatch(recorded, found):
+        named = name or "another base"
+        raise ValueError(f"{adapter} was made for {named}, not for this base: {mismatch}; load that one")
+    if is_requantized(recorded, found):
+        warnings.warn(
+            f"{adapter} was made on the base in another quantisation ({recorded.get('quantization', 'none')}): "
+            "texts are this base's own all the same, but fewer drafted tokens may be accepted",
+            stacklevel=3,
+        )
 
 
 def shipped_adapter(name: str) -> Path | None:
@@ -159,11 +185,10 @@ def _read_config(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is not readable JSON ({error}); get the adapter again") from error
     if not isinstance(config, dict) or "format_version" not in config:
         raise ValueError(f"{path} has no format_version; give an adapter that save_adapter wrote")
-    if config["format_version"] != FORMAT_VERSION:
-        raise ValueError(
-            f"{path} has format version {config['format_version']!r}, this hispec reads {FORMAT_VERSION}; update hispec"
-        )
-    _check_keys(config, CONFIG_KEYS, str(path))
+    check_version(config["format_version"], str(path))
+    if config.get("peft_type", PEFT_TYPE) != PEFT_TYPE:
+        raise ValueError(f"{path} is an adapter of another kind ({config['peft_type']!r}); load it with peft")
+    _check_keys(config, CONFIG_KEYS, str(path), PEFT_KEYS)
     for key in ("base_model_name_or_path", "revision"):
         if config[key] is not None and not isinstance(config[key], str):
             raise ValueError(f"{path}: {key} is {config[key]!r}, neither text nor null; get the adapter again")
@@ -179,18 +204,26 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _head_config(values: object, folder: Path) -> ExitHeadConfig:
-    where = f"{folder / CONFIG_FILE}, heads"
+def check_version(version: object, where: str) -> None:
+    """Raise ValueError for a format that is not known here."""
+    if version not in READABLE_VERSIONS:
+        known = " and ".join(map(str, READABLE_VERSIONS))
+        raise ValueError(f"{where} has format version {version!r}, this hispec reads {known}; update hispec")
+
+
+def read_head_config(values: object, where: str) -> ExitHeadConfig:
+    """One head as it is in an adapter's config; raises ValueError, which begins with `where`."""
     if not isinstance(values, dict):
         raise ValueError(f"{where}: {values!r} is no mapping; get the adapter again")
-    _check_keys(values, HEAD_KEYS, where)
+    _check_keys(values, HEAD_KEYS, where, OPTIONAL_HEAD_KEYS)
     for key, allowed in (
         ("exit_layer", {int}),
         ("kind", {str}),
         ("committed_context", {bool}),
         ("draft_vocab_size", {int, type(None)}),
+        ("lora_rank", {int, type(None)}),
     ):
-        if type(values[key]) not in allowed:
+        if type(values.get(key)) not in allowed:
             raise ValueError(f"{where}: {key} is {values[key]!r}, of the wrong type; get the adapter again")
     try:
         return ExitHeadConfig(**values)
@@ -198,8 +231,8 @@ def _head_config(values: object, folder: Path) -> ExitHeadConfig:
         raise ValueError(f"{where}: {error}") from error
 
 
-def _check_keys(values: dict[str, Any], known: set[str], where: str) -> None:
-    for key in sorted(values.keys() - known):
+def _check_keys(values: dict[str, Any], known: set[str], where: str, optional: set[str] | None = None) -> None:
+    for key in sorted(values.keys() - known - (optional or set())):
         raise ValueError(f"{where}: the key {key!r} is unknown (known: {', '.join(sorted(known))}); update hispec")
     for key in sorted(known - values.keys()):
         raise ValueError(f"{where}: the key {key!r} is missing; get the adapter again")
@@ -210,9 +243,21 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
     if not path.is_file():
         raise ValueError(f"{folder} holds no {WEIGHTS_FILE}; give a folder that save_adapter wrote")
     try:
-        return load_file(path)
+        tensors = load_file(path)
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{path} is broken or cut short ({error}); get the adapter again") from error
+    return by_head_name(tensors, path)
+
+
+def by_head_name(tensors: Mapping[str, Tensor], where: str | Path) -> dict[str, Tensor]:
+    """The tensors of a file of any version, or of peft, by their names within the heads."""
+    named: dict[str, Tensor] = {}
+    for full_name, tensor in tensors.items():
+        name = full_name.partition(HEADS_PREFIX)[2] or full_name
+        if name in named:
+            raise ValueError(f"{where} has the tensor {name!r} twice; get the adapter again")
+        named[name] = tensor
+    return named
 
 
 def _load_recorded_base(
@@ -226,8 +271,8 @@ def _load_recorded_base(
     return load_base(name, dtype=dtype, device=device, revision=config["revision"])[0]
 
 
-def _check_tensors(tensors: dict[str, Tensor], model: EarlyExitModel, folder: Path) -> None:
-    where = folder / WEIGHTS_FILE
+def check_tensors(tensors: Mapping[str, Tensor], model: EarlyExitModel, where: str | Path) -> None:
+    """Raise ValueError, which names the tensor, unless `tensors` are all those of the heads of `model` and no other."""
     expected = model.heads.state_dict()
     for name in sorted(expected.keys() - tensors.keys()):
         raise ValueError(f"{where} lacks the tensor {name!r}; get the adapter again")
@@ -247,6 +292,6 @@ def _check_tensors(tensors: dict[str, Tensor], model: EarlyExitModel, folder: Pa
             _check_draft_vocab(tensor, name, model.backbone.vocab_size, where)
 
 
-def _check_draft_vocab(token_ids: Tensor, name: str, vocab_size: int, where: Path) -> None:
+def _check_draft_vocab(token_ids: Tensor, name: str, vocab_size: int, where: str | Path) -> None:
     if token_ids.min() < 0 or token_ids.max() >= vocab_size or (token_ids.diff() <= 0).any():
         raise ValueError(f"{where}: {name!r} must rise within 0 to {vocab_size - 1}; get the adapter again")

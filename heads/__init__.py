@@ -6,6 +6,7 @@ from .backbone import Attend, Backbone
 from .config import ExitHeadConfig, HeadKind, check_exit_layers, head_kinds
 from .early_exit_model import EarlyExitModel
 from .exit_head import ExitHead, context_positions
+from .stand_in import base_of, held_module, is_quantized
 
 __all__ = [
     "ARCHITECTURES",
@@ -16,8 +17,11 @@ __all__ = [
     "ExitHead",
     "ExitHeadConfig",
     "HeadKind",
+    "base_of",
     "capped_attention",
     "check_exit_layers",
     "context_positions",
     "head_kinds",
+    "held_module",
+    "is_quantized",
 ]

@@ -16,6 +16,7 @@ from .architectures import find_parts, max_context
 from .fused_linear import fuse_linears, pack_linears
 from .product import Product
 from .row_invariance import TiledProduct, row_invariant, tiled_products
+from .stand_in import is_plain_linear, is_stand_in, plain_copy, read_weight
 
 ATTENTION_NAME = "hispec"
 
@@ -40,7 +41,8 @@ class Backbone:
     """Runs any part of `base`: embedding, a range of decoder layers, final norm, LM head.
 
     Its layers are twins that share the base's tensors but call hispec's attention, so that the base object itself
-    runs as ever. Raises ValueError for an architecture that is not supported.
+    runs as ever. What stands in for a plain layer, an adapter of peft or a quantised layer, is the base's own module.
+    Raises ValueError for an architecture that is not supported.
     """
 
     def __init__(self, base: PreTrainedModel) -> None:
@@ -54,12 +56,22 @@ class Backbone:
         for layer in self.layers:
             fuse_linears(layer)
         self.parts = parts
+        for module in (*parts.layers, parts.embed_positions):
+            if module is not None and is_stand_in(module):
+                raise ValueError(
+                    f"the base's {type(module).__name__} is an adapter's own, which exit heads cannot follow; "
+                    "use the base without that adapter"
+                )
+        self._base = base
         self.lm_head = base.get_output_embeddings()
-        self._lm_head_product = Product(self.lm_head.weight, self.lm_head.bias)
-        self._by_lm_head: Callable[[Tensor], Tensor] = self._lm_head_product
+        self._lm_head_product: Product | None = None
+        if is_plain_linear(self.lm_head):
+            self._lm_head_product = Product(self.lm_head.weight, self.lm_head.bias)
+        self._by_lm_head: Callable[[Tensor], Tensor] = self._lm_head_product or self.lm_head
         self.num_layers = len(self.layers)
         self.hidden_size: int = config.hidden_size
-        self.vocab_size: int = self.lm_head.weight.shape[0]
+        head = self.lm_head
+        self.vocab_size: int = head.out_features if self._lm_head_product is None else head.weight.shape[0]
         self.num_heads: int = config.num_attention_heads
         self.num_kv_heads: int = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -68,18 +80,19 @@ class Backbone:
     @property
     def dtype(self) -> torch.dtype:
         """The base's floating-point type."""
-        return self.lm_head.weight.dtype
+        return self._base.dtype if self._lm_head_product is None else self.lm_head.weight.dtype
 
     @property
     def device(self) -> torch.device:
         """Where the base lies."""
-        return self.lm_head.weight.device
+        return self._base.device if self._lm_head_product is None else self.lm_head.weight.device
 
     def pack_weights(self) -> None:
         """On a CPU, keep a packed copy of the layers' and the LM head's weights: see `Product`."""
         for layer in self.layers:
             pack_linears(layer)
-        self._lm_head_product.pack()
+        if self._lm_head_product is not None:
+            self._lm_head_product.pack()
 
     def row_invariant(self) -> "Backbone":
         """A backbone over the same tensors, packed copies included, whose rows do not depend on each other's number.
@@ -87,6 +100,8 @@ class Backbone:
         As far as `TiledProduct` holds on this machine; attention is the caller's. Raises ValueError for layers that
         multiply in other ways.
         """
+        if self._lm_head_product is None:
+            raise ValueError("its LM head is no plain linear layer, but adapted or quantised")
         twin = copy.copy(self)
         twin.layers = [row_invariant(layer) for layer in self.layers]
         twin._by_lm_head = TiledProduct(self._lm_head_product)
@@ -98,7 +113,10 @@ class Backbone:
     def _tiled(self, linear: Any) -> TiledProduct | None:
         if linear is None:
             return None
+        if not is_plain_linear(linear):
+            raise ValueError("its projection is no plain linear layer, but adapted or quantised")
         product = Product(linear.weight, linear.bias)
+        assert self._lm_head_product is not None
         if self._lm_head_product.is_packed:
             product.pack()
         return TiledProduct(product)
@@ -181,6 +199,8 @@ class Backbone:
 
     def lm_head_rows(self, token_ids: Tensor) -> Product:  # token_ids: [V_d] int64
         """The LM head's rows for `token_ids`, gathered (the base's own are not contiguous for them)."""
+        if self._lm_head_product is None:
+            return Product(*read_weight(self.lm_head, self.dtype, self.device, token_ids))
         bias = self.lm_head.bias
         return Product(
             self.lm_head.weight.detach()[token_ids].contiguous(),
@@ -189,7 +209,16 @@ class Backbone:
 
     def copy_layer(self, index: int) -> nn.Module:
         """A trainable copy of decoder layer `index`, to be run by `run_block`."""
-        return _twin(copy.deepcopy(self.parts.layers[index]), self._twin_config).requires_grad_(True)
+        layer = plain_copy(self.parts.layers[index], self.dtype, self.device)
+        return _twin(layer, self._twin_config).requires_grad_(True)
+
+    def share_layer(self, index: int) -> nn.Module:
+        """A module tree of its own over the base's tensors of decoder layer `index`, differentiable in its input."""
+        return _twin(self.parts.layers[index], self._twin_config)
+
+    def share_fused_layer(self, index: int) -> nn.Module:
+        """As `share_layer`, for inference: over the products of this backbone's own layer, packed as they are."""
+        return _twin(self.layers[index], self._twin_config)
 
     def fused(self, block: nn.Module) -> nn.Module:
         """A twin of a `copy_layer` for inference: the same tensors, nothing differentiates through it."""
@@ -202,7 +231,7 @@ class Backbone:
         norm = self.parts.final_norm
         if norm is None:
             return nn.LayerNorm(self.hidden_size, dtype=self.dtype, device=self.device)
-        return copy.deepcopy(norm).requires_grad_(True)
+        return plain_copy(norm, self.dtype, self.device).requires_grad_(True)
 
     def _rotary_type(self, layer: Any) -> str | None:
         return str(layer.self_attn.layer_type) if self.parts.rotary_by_layer_type else None
@@ -221,7 +250,12 @@ class Backbone:
 
 
 def _twin(module: nn.Module, config: Any) -> nn.Module:
-    """A module tree of its own over the same parameters and buffers, with `config` in place of the base's."""
+    """A module tree of its own over the same parameters and buffers, with `config` in place of the base's.
+
+    A stand-in is not doubled: it follows whoever switches, merges or removes its adapter.
+    """
+    if is_stand_in(module):
+        return module.eval()
     twin = copy.copy(module)
     twin._modules = {name: child and _twin(child, config) for name, child in module._modules.items()}
     if hasattr(twin, "config"):

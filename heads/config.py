@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
-HeadKind = Literal["shared", "norm", "mlp", "block"]
+HeadKind = Literal["shared", "norm", "mlp", "block", "lora"]
+DEFAULT_LORA_RANK = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,11 +15,14 @@ class ExitHeadConfig:
     exit_layer: int
     """Number of decoder layers run before the head; 0 is the token's embedding alone."""
     kind: HeadKind = "block"
-    """`shared`: the base's own final norm; `norm`: an own norm; `mlp`: a residual MLP; `block`: a decoder layer."""
+    """`shared`: the base's own final norm; `norm`: an own norm; `mlp`: a residual MLP; `block`: a decoder layer;
+    `lora`: the base's own next decoder layer, its weights shared, plus low-rank deltas."""
     committed_context: bool = False
     """Whether the base's final hidden state of the newest committed token is a second input."""
     draft_vocab_size: int | None = None
     """Number of token ids that the head scores; None scores the whole vocabulary."""
+    lora_rank: int | None = None
+    """Rank of the deltas of a `lora` head, 16 unless given; None for all others."""
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(HeadKind):
@@ -29,10 +33,19 @@ class ExitHeadConfig:
             raise ValueError("a 'shared' head has no weights to take a committed context; choose another kind")
         if self.draft_vocab_size is not None and self.draft_vocab_size < 1:
             raise ValueError(f"draft_vocab_size is {self.draft_vocab_size}; it must be at least 1")
+        if self.kind == "lora" and self.lora_rank is None:
+            object.__setattr__(self, "lora_rank", DEFAULT_LORA_RANK)
+        if self.kind != "lora" and self.lora_rank is not None:
+            raise ValueError(f"lora_rank is given for a head of kind {self.kind!r}; it goes with kind 'lora' only")
+        if self.lora_rank is not None and self.lora_rank < 1:
+            raise ValueError(f"lora_rank is {self.lora_rank}; it must be at least 1")
 
     def to_dict(self) -> dict[str, Any]:
         """The config as JSON-ready values."""
-        return asdict(self)
+        values = asdict(self)
+        if self.lora_rank is None:
+            del values["lora_rank"]  # as in the files from before there were such heads
+        return values
 
 
 def head_kinds(kinds: HeadKind | Sequence[HeadKind], num_exits: int) -> tuple[HeadKind, ...]:

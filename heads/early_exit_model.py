@@ -14,15 +14,23 @@ from .backbone import Backbone
 from .config import ExitHeadConfig, HeadKind, check_exit_layers, head_kinds
 from .exit_head import ExitHead
 from .product import Product, tensor_state
+from .stand_in import base_of, stand_ins
+from .trial import try_walk
 
 
 class EarlyExitModel(nn.Module):
-    """`base` with one exit head for each of `exit_layers`; the base's tensors are shared and never change."""
+    """`base` with one exit head for each of `exit_layers`; the base's tensors are shared and never change.
+
+    Of a PeftModel the base is the model in it, with its adapters. Raises ValueError where the heads cannot follow them.
+    """
 
     def __init__(self, base: PreTrainedModel, configs: Sequence[ExitHeadConfig]) -> None:
         super().__init__()
+        base = base_of(base)
         self.base = base.eval().requires_grad_(False)
         self.backbone = Backbone(base)
+        if next(stand_ins(base), None) is not None:
+            try_walk(base, self.backbone)
         if configs:
             check_exit_layers(tuple(config.exit_layer for config in configs), self.backbone.num_layers)
         for config in configs:
@@ -53,6 +61,7 @@ class EarlyExitModel(nn.Module):
         *,
         draft_vocab_ids: Tensor | None = None,  # [V_d] int64, distinct
         committed_context: bool = False,
+        lora_rank: int | None = None,  # of heads of kind `lora`
     ) -> "EarlyExitModel":
         """New heads, copy-initialised from `base`, all of one kind or each of its own.
 
@@ -60,21 +69,23 @@ class EarlyExitModel(nn.Module):
         `draft_vocab_size` lowest ids (a BPE vocabulary is roughly sorted by frequency). Raises ValueError for exit
         layers out of range or order, and for what no head can be.
         """
+        base = base_of(base)
         check_exit_layers(tuple(exit_layers), len(find_parts(base).layers))
         if draft_vocab_ids is not None:
             draft_vocab_size = len(draft_vocab_ids)
-            _check_draft_vocab(draft_vocab_ids, base.get_output_embeddings().weight.shape[0])
         configs = [
             ExitHeadConfig(
                 exit_layer=exit_layer,
                 kind=kind,
                 committed_context=committed_context,
                 draft_vocab_size=draft_vocab_size,
+                lora_rank=lora_rank if kind == "lora" else None,
             )
             for exit_layer, kind in zip(exit_layers, head_kinds(head, len(exit_layers)), strict=True)
         ]
         model = cls(base, configs)
         if draft_vocab_ids is not None:
+            _check_draft_vocab(draft_vocab_ids, model.backbone.vocab_size)
             for exit_head in model.exit_heads:
                 assert exit_head.draft_vocab_ids is not None
                 exit_head.draft_vocab_ids.copy_(draft_vocab_ids.sort().values)
@@ -95,6 +106,13 @@ class EarlyExitModel(nn.Module):
     def exit_layers(self) -> tuple[int, ...]:
         """Number of decoder layers before each head, rising."""
         return tuple(head.config.exit_layer for head in self.exit_heads)
+
+    def bind_heads(self) -> None:
+        """Compute with the tensors that the heads have now: for when others were put in their places."""
+        for head in self.exit_heads:
+            head.bind()
+        self._watched = list(self.parameters())
+        self.refresh_draft_vocab()
 
     def refresh_draft_vocab(self) -> None:
         """Gather the LM head's rows anew after the heads' `draft_vocab_ids` or the base's tensors have moved."""

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from .backbone import Attend, Backbone
 from .config import ExitHeadConfig
 from .fused_linear import pack_linears
+from .low_rank import add_deltas, new_deltas
 from .product import Product
 
 
@@ -17,7 +18,7 @@ class ExitHead(nn.Module):
     """`norm(transform(fuse(hidden, context)))`; the LM head behind it is the base's own and is not part of it.
 
     Every part starts as a copy of the base's or as the identity, so that an untrained head is the raw exit
-    (behind one layer of the base for kind `block`).
+    (behind one layer of the base for kinds `block` and `lora`).
     """
 
     draft_vocab_ids: Tensor | None
@@ -28,10 +29,13 @@ class ExitHead(nn.Module):
         self.config = config
         self.kv_layer = kv_layer
         """Where the block's keys and values live, counted on after the base's layers."""
+        self.has_block = config.kind in ("block", "lora")
+        """Whether it runs a decoder layer, with keys and values of its own."""
         self._backbone = backbone
         self.fuse: nn.Linear | None = None
         self.mlp: nn.Linear | None = None
         self.block: nn.Module | None = None
+        self.deltas: nn.ModuleDict | None = None
         self.norm: nn.Module | None = None
         if config.committed_context:
             self.fuse = nn.Linear(2 * size, size, bias=False, dtype=dtype, device=device)
@@ -43,13 +47,28 @@ class ExitHead(nn.Module):
             nn.init.zeros_(self.mlp.bias)
         if config.kind == "block":
             self.block = backbone.copy_layer(config.exit_layer)
-            self._fused_block = (backbone.fused(self.block),)  # in a tuple: not a part with tensors of its own
+        if config.kind == "lora":
+            assert config.lora_rank is not None
+            layer = backbone.share_layer(config.exit_layer)
+            self.deltas = new_deltas(layer, config.lora_rank, dtype, device)
         if config.kind != "shared":
             self.norm = backbone.copy_final_norm()
-        self._by_fuse = None if self.fuse is None else Product(self.fuse.weight)
-        self._by_mlp = None if self.mlp is None else Product(self.mlp.weight, self.mlp.bias)
+        self.bind()
         ids = None if config.draft_vocab_size is None else torch.arange(config.draft_vocab_size, device=backbone.device)
         self.register_buffer("draft_vocab_ids", ids)
+
+    def bind(self) -> None:
+        """Compute with the tensors that the head has now: for when others were put in their places."""
+        self._by_fuse = None if self.fuse is None else Product(self.fuse.weight)
+        self._by_mlp = None if self.mlp is None else Product(self.mlp.weight, self.mlp.bias)
+        # For training, and for inference; in a tuple: not a part with tensors of its own.
+        self._blocks: tuple[nn.Module, ...] = ()
+        if self.block is not None:
+            self._blocks = (self.block, self._backbone.fused(self.block))
+        if self.deltas is not None:
+            backbone, index = self._backbone, self.config.exit_layer
+            layers = (backbone.share_layer(index), backbone.share_fused_layer(index))
+            self._blocks = tuple(add_deltas(layer, dict(self.deltas.items())) for layer in layers)
 
     def forward(
         self,
@@ -66,8 +85,8 @@ class ExitHead(nn.Module):
             hidden = self._by_fuse(both)
         if self._by_mlp is not None:
             hidden = hidden + F.silu(self._by_mlp(hidden))
-        if self.block is not None:
-            block = self.block if torch.is_grad_enabled() else self._fused_block[0]
+        if self.has_block:
+            block = self._blocks[0 if torch.is_grad_enabled() else 1]
             hidden = self._backbone.run_block(block, self.kv_layer, hidden, positions, attend)
         return self._backbone.final_norm(hidden) if self.norm is None else self.norm(hidden)
 
@@ -77,7 +96,7 @@ class ExitHead(nn.Module):
             if product is not None:
                 product.pack()
         if self.block is not None:
-            pack_linears(self._fused_block[0])
+            pack_linears(self._blocks[1])
 
 
 def context_positions(

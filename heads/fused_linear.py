@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .product import Product
+from .stand_in import is_plain_linear, is_stand_in
 
 TOGETHER: tuple[tuple[str, ...], ...] = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names of layers that are called with one and the same tensor, one after the other."""
@@ -84,11 +85,13 @@ class FusedPart:
 def fuse_linears(module: nn.Module) -> None:
     """In `module` and below, replace plain linear layers: those that read the same input by one, the others alone.
 
-    Nothing differentiates through them: they are for inference.
+    Nothing differentiates through them: they are for inference. What stands in for a linear layer stays as it is.
     """
     for child in module.children():
-        fuse_linears(child)
-    plain = {name: child for name, child in module.named_children() if type(child) is nn.Linear}
+        if not is_stand_in(child):
+            fuse_linears(child)
+    plain = {name: child for name, child in module.named_children() if isinstance(child, nn.Linear)}
+    plain = {name: child for name, child in plain.items() if is_plain_linear(child)}
     groups = [
         names
         for names in TOGETHER

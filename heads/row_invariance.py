@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from .fused_linear import FusedLinear, FusedPart
 from .product import Product
+from .stand_in import is_stand_in
 
 ROW_COUNTS = (4, 8, 16, 32, 64)
 """The only numbers of rows that a `TiledProduct` calls a kernel with, so that all of them can be tried beforehand."""
@@ -102,6 +103,8 @@ def row_invariant(module: nn.Module) -> nn.Module:
 
     Raises ValueError where it multiplies by a weight in a way that cannot be put in tiles, as experts do.
     """
+    if is_stand_in(module):
+        raise ValueError(f"its {type(module).__name__} is no plain linear layer, but adapted or quantised")
     twin = copy.copy(module)
     fused: dict[FusedLinear, FusedLinear] = {}
     for name, part in vars(module).items():

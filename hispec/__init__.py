@@ -2,14 +2,18 @@
 
 from typing import TYPE_CHECKING
 
+from .peft_registration import register_with_peft
+
 __version__ = "0.1.0"
 
 __all__ = [
     "AsyncEngine",
     "EarlyExitModel",
     "Engine",
+    "HiSpecConfig",
     "SamplingParams",
     "__version__",
+    "early_exit_model",
     "hispec_generate",
     "load_adapter",
     "push_adapter",
@@ -18,6 +22,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from .checkpoints import load_adapter, push_adapter, save_adapter
+    from .checkpoints.peft_method import HiSpecConfig, early_exit_model
     from .heads import EarlyExitModel
     from .infer import AsyncEngine, Engine, SamplingParams, hispec_generate
 else:
@@ -27,7 +32,9 @@ else:
         "AsyncEngine": ".infer",
         "EarlyExitModel": ".heads",
         "Engine": ".infer",
+        "HiSpecConfig": ".checkpoints.peft_method",
         "SamplingParams": ".infer",
+        "early_exit_model": ".checkpoints.peft_method",
         "hispec_generate": ".infer",
         "load_adapter": ".checkpoints",
         "push_adapter": ".checkpoints",
@@ -43,3 +50,6 @@ else:
 
     def __dir__() -> list[str]:
         return sorted({*globals(), *__all__})
+
+
+register_with_peft()

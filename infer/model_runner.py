@@ -74,7 +74,7 @@ class ModelRunner:
             hidden = backbone.run_layers(hidden, level.start, level.stop, positions, attend)
             exits.append(hidden)
         states = backbone.final_norm(hidden)
-        blocks = [index for index in range(len(self.levels) - 1) if self._head(index).block is not None]
+        blocks = [index for index in range(len(self.levels) - 1) if self._head(index).has_block]
         if blocks:
             context = self._states_before(states, chunks)
             for index in blocks:
@@ -189,7 +189,7 @@ class ModelRunner:
 
     def _head_part(self, index: int) -> Part:
         head = self._head(index)
-        kv_layers = [] if head.block is None else [head.kv_layer]
+        kv_layers = [head.kv_layer] if head.has_block else []
         return Part(f"head of the {self.levels[index].name} level", partial(self._run_head, index), kv_layers)
 
     def _run_layers(self, index: int, rows: PackedRows) -> None:
@@ -222,7 +222,7 @@ class ModelRunner:
 
     def _head_bounds(self, index: int, sequences: list[Sequence], wanted: Bounds) -> Bounds:
         """What a head must run over to score what is wanted."""
-        if self._head(index).block is None:
+        if not self._head(index).has_block:
             return wanted
         # Positions that no draft was asked from (after a bonus token) must still be in the block's cache.
         return [
@@ -236,7 +236,7 @@ class ModelRunner:
         sequence.num_computed[index] = stop
 
     def _count_head(self, index: int, sequence: Sequence, stop: int) -> None:
-        if self._head(index).block is not None:
+        if self._head(index).has_block:
             passes = stop - sequence.num_head_computed[index]
             sequence.stats.levels[self.levels[index].name].num_layer_passes += passes
             sequence.num_head_computed[index] = stop

@@ -11,6 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from hispec.checkpoints import adapter as adapter_module
 from hispec.checkpoints import load_adapter, save_adapter, shipped_adapter
+from hispec.checkpoints.adapter import TENSOR_PREFIX
 from hispec.heads import DenseAttention, EarlyExitModel, ExitHeadConfig
 
 from .train_support import small_disk
@@ -71,6 +72,8 @@ HEADS: list[dict[str, Any]] = [
     {"head": "block"},
     {"head": "block", "exit_layers": (0, 3)},
     {"head": "block", "exit_layers": (5,)},
+    {"head": "lora"},
+    {"head": "lora", "exit_layers": (0, 5), "lora_rank": 3},
 ]
 
 
@@ -123,7 +126,7 @@ def test_heads_take_the_dtype_of_the_base(tmp_path: Path, make_base: MakeBase, b
     loaded = load_adapter(tmp_path / "half", base)
     assert {parameter.dtype for parameter in loaded.heads.parameters()} == {torch.float32}
     for name, tensor in loaded.heads.state_dict().items():
-        assert torch.equal(tensor, stored[name].to(tensor.dtype)), name
+        assert torch.equal(tensor, stored[TENSOR_PREFIX + name].to(tensor.dtype)), name
 
 
 def test_how_it_was_made_is_kept(tmp_path: Path, base: PreTrainedModel) -> None:
@@ -261,7 +264,7 @@ class TestConfigFile:
     @pytest.mark.parametrize(
         ("changes", "words"),
         [
-            ({"format_version": 2}, "format version 2, this hispec reads 1; update hispec"),
+            ({"format_version": 3}, "format version 3, this hispec reads 1 and 2; update hispec"),
             ({"format_version": "1"}, "format version '1'"),
             ({"peft": True}, "key 'peft' is unknown"),
             ({"revision": ...}, "key 'revision' is missing"),
@@ -338,7 +341,7 @@ class TestWeightsFile:
 
     @pytest.mark.parametrize("name", ["0.norm.weight", "1.fuse.weight", "0.draft_vocab_ids"])
     def test_wrong_tensor(self, saved: Path, base: PreTrainedModel, name: str) -> None:
-        good = load_file(saved / NAMES[1])
+        good = {key.removeprefix(TENSOR_PREFIX): tensor for key, tensor in load_file(saved / NAMES[1]).items()}
         other = {key: tensor for key, tensor in good.items() if key != name}
         wrong_kind = torch.float32 if name.endswith("ids") else torch.int32
         for tensors, words in [
@@ -347,6 +350,7 @@ class TestWeightsFile:
             (other | {name: good[name][..., :-1].contiguous()}, f"'{name}' has shape"),
             (other | {name: good[name].unsqueeze(0)}, f"'{name}' has shape"),
             (other | {name: good[name].to(wrong_kind)}, f"'{name}' is {wrong_kind}, of the wrong kind"),
+            (good | {TENSOR_PREFIX + name: good[name].clone()}, f"has the tensor '{name}' twice"),
         ]:
             save_file(tensors, saved / NAMES[1])
             with pytest.raises(ValueError, match=words):
@@ -356,7 +360,7 @@ class TestWeightsFile:
     def test_draft_vocabulary_of_no_token(self, tmp_path: Path, base: PreTrainedModel, ids: list[int]) -> None:
         save_adapter(build_model(base, draft_vocab_ids=torch.tensor([4, 5])), tmp_path / "heads")
         tensors = load_file(tmp_path / "heads" / NAMES[1])
-        save_file(tensors | {"0.draft_vocab_ids": torch.tensor(ids)}, tmp_path / "heads" / NAMES[1])
+        save_file(tensors | {f"{TENSOR_PREFIX}0.draft_vocab_ids": torch.tensor(ids)}, tmp_path / "heads" / NAMES[1])
         with pytest.raises(ValueError, match="must rise within 0 to 63"):
             load_adapter(tmp_path / "heads", base)
 
@@ -433,9 +437,9 @@ class TestSource:
         # The base's shapes alone: whether the heads know its texts is for test_smollm2.
         with torch.device("meta"):
             base = LlamaForCausalLM(LlamaConfig(**config["base_fingerprint"]["architecture"], intermediate_size=1536))
-        heads = [adapter_module._head_config(values, folder) for values in config["heads"]]
+        heads = [adapter_module.read_head_config(values, "") for values in config["heads"]]
         model = EarlyExitModel.from_configs(base, heads)
-        adapter_module._check_tensors(adapter_module._read_tensors(folder), model, folder)
+        adapter_module.check_tensors(adapter_module._read_tensors(folder), model, folder)
 
 
 def test_configs_reach_the_heads(saved: Path, base: PreTrainedModel) -> None:

@@ -34,10 +34,13 @@ def test_an_untrained_head_is_the_raw_exit(any_base, kind):
     assert final.shape == at_exit.shape
 
 
-def test_an_untrained_block_is_a_layer_of_the_base(any_base):
-    model = EarlyExitModel.from_base(any_base, (3,), head="block", committed_context=True)
+@pytest.mark.parametrize("kind", ["block", "lora"])
+@pytest.mark.parametrize("in_training", [True, False])
+def test_an_untrained_block_is_a_layer_of_the_base(any_base, kind, in_training):
+    model = EarlyExitModel.from_base(any_base, (3,), head=kind, committed_context=True)
     at_exit, _ = states(model, 3)
-    state = model.heads[0](at_exit, torch.randn_like(at_exit), POSITIONS, ATTEND)
+    with torch.set_grad_enabled(in_training):
+        state = model.heads[0](at_exit, torch.randn_like(at_exit), POSITIONS, ATTEND)
     expected = model.heads[0].norm(model.backbone.run_layers(at_exit, 3, 4, POSITIONS, ATTEND))
     torch.testing.assert_close(state, expected, rtol=1e-4, atol=1e-4)
 
@@ -81,7 +84,7 @@ def test_a_block_learns(any_base, dtype):
     assert all(parameter.grad is None for parameter in model.base.parameters())
 
 
-@pytest.mark.parametrize("kind", ["norm", "mlp", "block"])
+@pytest.mark.parametrize("kind", ["norm", "mlp", "block", "lora"])
 def test_heads_hold_no_tensor_of_the_base(any_base, kind):
     model = build_heads(any_base, "good", head=kind, committed_context=True, draft_vocab_size=8)
     of_base = {tensor.data_ptr() for tensor in any_base.state_dict().values()}
@@ -89,6 +92,33 @@ def test_heads_hold_no_tensor_of_the_base(any_base, kind):
     assert not any("lm_head" in name or "embed" in name for name in model.heads.state_dict())
     assert all(parameter.requires_grad for parameter in model.heads.parameters())
     assert not any(parameter.requires_grad for parameter in any_base.parameters())
+
+
+def test_a_lora_head_trained_is_the_layer_with_its_deltas_added(any_base):
+    """In inference, over fused products, as in training; and as a block whose weights have the deltas in them."""
+    model = build_heads(any_base, "random", (3,), head="lora", lora_rank=4)
+    head, at_exit = model.heads[0], states(model, 3)[0]
+    with torch.inference_mode():
+        fast = head(at_exit, None, POSITIONS, ATTEND)
+        model.pack_weights()
+        packed = head(at_exit, None, POSITIONS, ATTEND)
+    torch.testing.assert_close(fast, head(at_exit, None, POSITIONS, ATTEND), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(fast, packed, rtol=1e-4, atol=1e-4)
+    block = EarlyExitModel.from_base(any_base, (3,), head="block").heads[0]
+    with torch.no_grad():
+        block.norm.load_state_dict(head.norm.state_dict())
+        for path, delta in head.deltas.items():
+            linear, change = block.block.get_submodule(path.replace("/", ".")), delta.up @ delta.down
+            linear.weight.add_(change if isinstance(linear, torch.nn.Linear) else change.t())
+    torch.testing.assert_close(fast, block(at_exit, None, POSITIONS, ATTEND), rtol=1e-3, atol=1e-3)
+
+
+def test_a_lora_head_holds_deltas_and_a_norm(base):
+    head = EarlyExitModel.from_base(base, (2,), head="lora").heads[0]
+    of_deltas = [name for name in head.state_dict() if name.startswith("deltas.")]
+    assert set(head.state_dict()) == {*of_deltas, "norm.weight"}
+    assert len(of_deltas) == 2 * 7
+    assert {tuple(head.deltas[name].up.shape) for name in ("self_attn/k_proj", "mlp/up_proj")} == {(16, 16), (64, 16)}
 
 
 def test_a_context_changes_the_output_once_it_has_weights(base):
@@ -118,10 +148,11 @@ def test_moving_the_model_moves_the_rows_of_the_lm_head(make_base):
         ((2, 2), {}, "exit layers 2,2 name a layer twice"),
         ((), {}, "no exit layers are given"),
         ((0,), {}, "exit layer 0 needs a head with committed context"),
-        ((2,), {"head": "magic"}, "head kind 'magic' is unknown; choose one of shared, norm, mlp, block"),
+        ((2,), {"head": "magic"}, "head kind 'magic' is unknown; choose one of shared, norm, mlp, block, lora"),
         ((2,), {"head": "shared", "committed_context": True}, "a 'shared' head has no weights"),
         ((2,), {"draft_vocab_size": 65}, "draft_vocab_size is 65, but the base has only 64"),
         ((2,), {"draft_vocab_size": 0}, "draft_vocab_size is 0"),
+        ((2,), {"head": "lora", "lora_rank": 0}, "lora_rank is 0"),
     ],
 )
 def test_what_no_model_can_be(base, exit_layers, options, message):

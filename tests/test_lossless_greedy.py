@@ -44,7 +44,7 @@ def test_every_architecture(any_base, method, quality):
 
 
 @pytest.mark.parametrize("quality", ["good", "random", "adversarial"])
-@pytest.mark.parametrize("kind", ["shared", "norm", "mlp", "block"])
+@pytest.mark.parametrize("kind", ["shared", "norm", "mlp", "block", "lora"])
 @pytest.mark.parametrize("method", ["single-layer", "hispec"])
 def test_every_head(base, quality, kind, method):
     if quality == "good":

@@ -148,7 +148,7 @@ def test_values_of_a_file_win_over_defaults(tmp_path: Path) -> None:
         ("heads: {exit_layers: [0, 4], committed_context: false}", ["exit layer 0", "committed context"]),
         ("heads: {exit_layers: [0, 4], kinds: [shared, block]}", ["exit layer 0", "committed context"]),
         ("heads: {kinds: [big]}", ["heads.kinds[0]", "'big'", "block"]),
-        ("heads: {kinds: block}", ["heads.kinds", "'block'", "must be a list, for example [mlp, block]"]),
+        ("heads: {kinds: block}", ["heads.kinds", "'block'", "must be a list, for example [block, lora]"]),
         ("heads: {exit_layers: [4, 8], kinds: [norm, mlp, block]}", ["norm,mlp,block", "2 exit layers"]),
         ("heads: {draft_vocab_size: 0}", ["draft_vocab_size", "0"]),
         ("data: {greedy: 1}", ["data.greedy", "1", "true or false"]),

@@ -90,7 +90,7 @@ def test_training_lowers_the_loss_and_raises_the_acceptance(base, cache, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("kind", "committed_context"), [("norm", False), ("mlp", True), ("block", False), ("block", True)]
+    ("kind", "committed_context"), [("norm", False), ("mlp", True), ("block", False), ("block", True), ("lora", True)]
 )
 def test_one_step_changes_every_tensor_of_the_heads_and_no_byte_of_the_base(
     base, cache, tmp_path, kind, committed_context
