@@ -1,5 +1,6 @@
 """What to run: one recipe per model family."""
 
+from .deepspeed_config import deepspeed_config
 from .schema import (
     DataRecipe,
     HeadsRecipe,
@@ -19,6 +20,7 @@ __all__ = [
     "ModelRecipe",
     "Recipe",
     "TrainingRecipe",
+    "deepspeed_config",
     "default_exit_layers",
     "list_recipes",
     "load_recipe",

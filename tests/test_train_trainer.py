@@ -12,7 +12,7 @@ from hispec.train import trainer as trainer_module
 from hispec.train.cache_writer import extend_cache
 from hispec.train.curve import Curve
 from hispec.train.evaluate import hop_scores
-from hispec.train.trainer import learning_rate_at
+from hispec.train.schedule import learning_rate_at
 from hispec.train.windows import fixed_distance, random_windows
 
 from .train_support import random_responses
