@@ -7,8 +7,7 @@ import torch
 
 from hispec.checkpoints import fingerprint
 from hispec.heads import DenseAttention, EarlyExitModel, ExitHeadConfig
-from hispec.train import StateCache, Trainer, evaluate, frequent_tokens
-from hispec.train import trainer as trainer_module
+from hispec.train import StateCache, Trainer, evaluate, frequent_tokens, share
 from hispec.train.cache_writer import extend_cache
 from hispec.train.curve import Curve
 from hispec.train.evaluate import hop_scores
@@ -226,7 +225,7 @@ def test_every_step_has_windows_of_its_own(base, cache, tmp_path, monkeypatch):
         seeds.append(seed)
         return random_windows(lengths, num_prompts, max_window, seed)
 
-    monkeypatch.setattr(trainer_module, "random_windows", recorded)
+    monkeypatch.setattr(share, "random_windows", recorded)
     trainer = make_trainer(make_model(base), cache, tmp_path)
     for _ in range(3):
         trainer.step()

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,19 @@ from .cache import StateCache
 from .cache_writer import extend_cache
 from .evaluate import evaluate
 from .prompts import Prompt, fingerprint_prompts, is_held_out, read_prompts
-from .responses import Response, regenerate, response_order
+from .ranks import Ranks
+from .responses import Response, response_order
+from .shared_responses import regenerate_over
 from .split import split_sequences
+from .tracker import check_trackers
 from .trainer import Trainer
 from .vocabulary import frequent_tokens
+from .zero import check_zero
 
-HARMLESS = ("eval_interval", "checkpoint_interval")
+HARMLESS = (
+    *("eval_interval", "checkpoint_interval", "activation_checkpointing", "save_total_limit"),
+    *("save_best", "early_stop", "trackers", "deepspeed"),
+)
 """Settings that may change when a run goes on."""
 
 
@@ -36,53 +43,84 @@ def make_adapter(
     cache_layers: Sequence[int] = (),  # exit layers to cache beside those that get a head
     resume: bool = True,  # False trains the heads anew; responses and cached states that fit are kept
     command: Sequence[str] = (),  # as the user typed it, for the adapter's record
+    ranks: Ranks | None = None,  # from `join_ranks`; all of them make this call, on a folder that all of them see
 ) -> Path:
     """Run every stage in `recipe.output_folder()` and return the adapter's folder.
 
-    The same call again, after an interruption of any kind, goes on where it was.
+    The same call again, after an interruption of any kind, goes on where it was, also with another number of ranks.
     """
+    ranks = ranks or Ranks()
     folder = recipe.output_folder()
-    recipe = resolve(recipe, base)
-    folder.mkdir(parents=True, exist_ok=True)
+    with ranks.together():
+        recipe = resolve(recipe, base)
+        check_adapter(folder, base)
+        folder.mkdir(parents=True, exist_ok=True)
     assert recipe.heads.exit_layers is not None
-    with alone_in(folder):
-        responses = regenerate_responses(folder, base, tokenizer, recipe.data, seed=recipe.training.seed)
+    with alone_in(folder, ranks):
+        responses = regenerate_responses(folder, base, tokenizer, recipe.data, seed=recipe.training.seed, ranks=ranks)
         layers = sorted({*recipe.heads.exit_layers, *cache_layers})
-        cache = cache_states(folder, responses, base, layers, max_gb=recipe.data.max_cache_gb)
-        return train_adapter(folder, cache, base, recipe, resume=resume, command=command)
+        cache = cache_states(folder, responses, base, layers, max_gb=recipe.data.max_cache_gb, ranks=ranks)
+        return train_adapter(folder, cache, base, recipe, resume=resume, command=command, ranks=ranks)
 
 
 @contextmanager
-def alone_in(folder: Path) -> Iterator[None]:
-    """Keep other processes out of a run's folder; ValueError where one works in it already."""
+def alone_in(folder: Path, ranks: Ranks) -> Iterator[None]:
+    """Keep other runs out of a run's folder; ValueError where one works in it already."""
+    with ExitStack() as stack:
+        with ranks.together():
+            if ranks.is_main:
+                try:
+                    stack.enter_context(FileLock(folder / ".lock", timeout=0))
+                except Timeout:
+                    raise ValueError(
+                        f"another hispec-train works in {folder}; wait for it or choose another --output"
+                    ) from None
+        yield
+
+
+def check_adapter(folder: Path, base: PreTrainedModel) -> None:
+    """Raise ValueError where the adapter in `folder`, which the run would replace, is one for another base."""
     try:
-        with FileLock(folder / ".lock", timeout=0):
-            yield
-    except Timeout:
-        raise ValueError(f"another hispec-train works in {folder}; wait for it or choose another --output") from None
+        config = json.loads((folder / "adapter" / "adapter_config.json").read_text(encoding="utf-8"))
+        weights = config["base_fingerprint"]["weights"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    if weights != fingerprint(base)["weights"]:
+        raise ValueError(
+            f"{folder / 'adapter'} is an adapter for another base model; choose another --output, or move it away"
+        )
 
 
 def resolve(recipe: Recipe, base: PreTrainedModel) -> Recipe:
-    """The recipe with its exit layers filled in; raises ValueError for heads that the base cannot have."""
+    """The recipe with its exit layers filled in; raises ValueError for heads that the base cannot have.
+
+    And for what the training needs and does not find here.
+    """
     num_layers = EarlyExitModel.from_configs(base, []).backbone.num_layers
     exit_layers = recipe.heads.exit_layers or default_exit_layers(num_layers)
     EarlyExitModel.from_configs(base, recipe.heads.configs(exit_layers))
+    training = recipe.training
+    check_trackers(training.trackers)
+    if training.deepspeed is not None:
+        check_zero(training.deepspeed, training.precision, training.activation_checkpointing)
     return replace(recipe, heads=replace(recipe.heads, exit_layers=exit_layers))
 
 
 def regenerate_responses(
-    folder: Path, base: PreTrainedModel, tokenizer: Any, data: DataRecipe, *, seed: int
+    folder: Path, base: PreTrainedModel, tokenizer: Any, data: DataRecipe, *, seed: int, ranks: Ranks
 ) -> list[Response]:
     """The responses of `folder/responses.jsonl`, made as far as they are missing."""
-    prompts = read_prompts(data.prompts_path())
-    check_split(prompts, data.held_out_fraction)
-    engine = make_engine(base, tokenizer, data)
-    render(engine, prompts)
-    settings = response_settings(engine, prompts, data, seed=seed)
-    path = folder / "responses.json"
-    if not check_settings(path, settings):
-        write_atomically(path, json.dumps(settings, indent=2) + "\n")
-    return regenerate(
+    with ranks.together():
+        prompts = read_prompts(data.prompts_path())
+        check_split(prompts, data.held_out_fraction)
+        engine = make_engine(base, tokenizer, data)
+        render(engine, prompts)
+        settings = response_settings(engine, prompts, data, seed=seed)
+        path = folder / "responses.json"
+        if not check_settings(path, settings) and ranks.is_main:
+            write_atomically(path, json.dumps(settings, indent=2) + "\n")
+    return regenerate_over(
+        ranks,
         engine,
         order_responses(prompts, data, seed=seed),
         folder / "responses.jsonl",
@@ -112,11 +150,12 @@ def cache_states(
     exit_layers: Sequence[int],
     *,
     max_gb: float,
+    ranks: Ranks,
 ) -> StateCache:
     """The state cache of `folder/cache`, made as far as it is missing."""
     backbone = EarlyExitModel.from_configs(base, []).backbone
     return extend_cache(
-        folder / "cache", responses, backbone, exit_layers, fingerprint=fingerprint(base), max_gb=max_gb
+        folder / "cache", responses, backbone, exit_layers, fingerprint=fingerprint(base), max_gb=max_gb, ranks=ranks
     )
 
 
@@ -129,33 +168,51 @@ def train_adapter(
     num_tokens: int | None = None,  # response tokens of the cache to train on; None takes all
     resume: bool = True,
     command: Sequence[str] = (),
+    ranks: Ranks | None = None,
 ) -> Path:
     """Train the recipe's heads on a cache, measure them and write `folder/adapter`."""
-    training, held_out = split_sequences(cache.sequences, recipe.data.held_out_fraction, num_tokens)
-    model = make_model(base, recipe, [cache.sequences[index] for index in training])
+    ranks = ranks or Ranks()
+    with ranks.together():
+        training, held_out = split_sequences(cache.sequences, recipe.data.held_out_fraction, num_tokens)
+        model = make_model(base, recipe, [cache.sequences[index] for index in training])
     if any(True for _ in model.heads.parameters()):
-        settings = training_settings(recipe, len(training))
-        Trainer(
-            model, cache, training, held_out, folder, settings=settings, resume=resume, **asdict(recipe.training)
-        ).run()
+        settings = training_settings(recipe, base, [cache.sequences[index] for index in training])
+        options = {"settings": settings, "resume": resume, "ranks": ranks, **asdict(recipe.training)}
+        Trainer(model, cache, training, held_out, folder, **options).run()
     model.heads.to(base.dtype)
-    report = evaluate(model, cache, held_out, max_window=recipe.training.max_window, show_progress=True)
-    record = run_record(command=command or ["hispec.train"], recipe=recipe.to_dict(), acceptance=report)
-    record["num_training_responses"] = len(training)
-    record["num_training_tokens"] = sum(len(cache.sequences[index].token_ids) for index in training)
-    save_adapter(model, folder / "adapter", run=record)
+    with ranks.together():
+        if ranks.is_main:
+            report = evaluate(model, cache, held_out, max_window=recipe.training.max_window, show_progress=True)
+            record = run_record(command=command or ["hispec.train"], recipe=recipe.to_dict(), acceptance=report)
+            record["num_training_responses"] = len(training)
+            record["num_training_tokens"] = sum(len(cache.sequences[index].token_ids) for index in training)
+            save_adapter(model, folder / "adapter", run=record)
     return folder / "adapter"
 
 
-def training_settings(recipe: Recipe, num_responses: int | None) -> dict[str, Any]:
-    """What must be the same for a training run to go on; `num_responses` is None where it is not known yet."""
+def training_settings(
+    recipe: Recipe,
+    base: PreTrainedModel,
+    responses: Sequence[Response] | None,  # those that are trained on; None where they are not known yet
+) -> dict[str, Any]:
+    """What must be the same for a training run to go on."""
     values = recipe.to_dict()
     return {
         "heads": values["heads"],
         "training": {name: value for name, value in values["training"].items() if name not in HARMLESS},
         "held_out_fraction": recipe.data.held_out_fraction,
-        "num_responses": "more than there are yet" if num_responses is None else num_responses,
+        "num_responses": "more than there are yet" if responses is None else len(responses),
+        # What tells two runs of the same recipe from each other.
+        "base": fingerprint(base)["weights"],
+        "responses": "not known yet" if responses is None else _digest(responses),
     }
+
+
+def _digest(responses: Sequence[Response]) -> str:
+    digest = hashlib.sha256()
+    for response in responses:
+        digest.update(json.dumps([response.prompt_token_ids, response.token_ids]).encode())
+    return digest.hexdigest()[:16]
 
 
 def make_model(base: PreTrainedModel, recipe: Recipe, responses: Sequence[Response]) -> EarlyExitModel:

@@ -114,12 +114,12 @@ def find_done(
         all_layers = {*cached_layers(index["num_rows"]), *layers}
         responses = responses[: num_fitting(responses, sorted(all_layers), model.backbone, data.max_cache_gb)]
         check_sequences(folder / "cache", responses)
-    num_training = None
+    training = None
     if num_tokens >= data.num_tokens or len(made) == len(order):
-        num_training = len(split_sequences(responses, data.held_out_fraction)[0])
+        training = [responses[index] for index in split_sequences(responses, data.held_out_fraction)[0]]
     state = None
     if resume and any(True for _ in model.heads.parameters()):
-        state = load_training_state(folder / "checkpoints", training_settings(recipe, num_training))
+        state = load_training_state(folder / "checkpoints", training_settings(recipe, model.base, training))
     return Done(
         num_responses=len(made),
         num_response_tokens=sum(made),
@@ -180,7 +180,7 @@ def _probe_training(recipe: Recipe, base: PreTrainedModel, cache: StateCache, fo
         return float("inf")
     everything = list(range(len(cache.sequences)))
     num_tokens = sum(len(sequence.token_ids) for sequence in cache.sequences)
-    settings = replace(recipe.training, batch_tokens=num_tokens, num_epochs=2, max_steps=2)
+    settings = replace(recipe.training, batch_tokens=num_tokens, num_epochs=2, max_steps=2, trackers=(), deepspeed=None)
     trainer = Trainer(model, cache, everything, everything, folder, **asdict(settings))
     trainer.step()
     start = time.perf_counter()

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,7 +14,7 @@ from torch import Tensor
 NOTE = "every rank has this error"
 
 PATIENCE = timedelta(days=1)
-"""Ranks wait so long for one another: one may regenerate or evaluate for hours. A dead one the launcher sees at once."""
+"""Ranks wait so long for one another, for one may evaluate for hours; when one dies, the launcher ends the others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,8 @@ class Ranks:
             return ""
         is_known = NOTE in getattr(error, "__notes__", ())
         if isinstance(error, OSError):
-            return json.dumps([is_known, error.errno, error.strerror or str(error), error.filename and str(error.filename)])
+            name = None if error.filename is None else str(error.filename)
+            return json.dumps([is_known, error.errno, error.strerror or str(error), name])
         return json.dumps([is_known, str(error)])
 
     def _gather(self, text: str) -> list[str]:
@@ -131,14 +132,3 @@ def join_ranks(local_rank: int | None = None) -> Iterator[Ranks]:
 def own_device() -> str:
     """Where this rank's base goes: its GPU, which `join_ranks` chose, or the CPU."""
     return f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
-
-
-def share_out(num_tokens: Sequence[int], num_shares: int) -> list[list[int]]:
-    """The places of `num_tokens` in so many shares of about as many tokens; shares may be empty, places are in order."""
-    shares: list[list[int]] = [[] for _ in range(num_shares)]
-    totals = [0] * num_shares
-    for place in sorted(range(len(num_tokens)), key=lambda place: -num_tokens[place]):
-        lightest = totals.index(min(totals))
-        shares[lightest].append(place)
-        totals[lightest] += num_tokens[place]
-    return [sorted(share) for share in shares]

@@ -38,7 +38,7 @@ class Strategy(Protocol):
         """Bring whole tensors into the heads of the model, on every rank."""
 
     def optimizer_state(self) -> dict[str, Any]:
-        """The state of a torch AdamW over `adamw`'s parameters, whole, whatever the strategy and the number of ranks."""
+        """The state of a torch AdamW over `adamw`'s parameters, whole, and of the scale of the loss."""
 
 
 class Replicated:
@@ -59,9 +59,7 @@ class Replicated:
     ) -> None:
         self._heads = model.heads
         # The draft vocabularies are the only buffers, and the same everywhere.
-        self._losses: nn.Module = (
-            DistributedDataParallel(losses, broadcast_buffers=False) if ranks.size > 1 else losses
-        )
+        self._losses: nn.Module = DistributedDataParallel(losses, broadcast_buffers=False) if ranks.size > 1 else losses
         self._optimizer = adamw(model, weight_decay)
         self._scaler = torch.amp.GradScaler(model.backbone.device.type, enabled=scales_loss)
         if state is not None:

@@ -5,28 +5,27 @@ import math
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
 from ..checkpoints import TrainingState, load_training_state, save_training_state
 from ..heads import EarlyExitModel
 from ..recipes import deepspeed_config
-from .cache import Batch, StateCache
+from .best_heads import BestHeads
+from .cache import StateCache
 from .curve import Curve
-from .evaluate import TARGET, evaluate
+from .evaluate import evaluate
 from .exit_losses import ExitLosses
 from .loss import LOSSES
-from .ranks import Ranks, share_out
+from .ranks import Ranks
 from .schedule import learning_rate_at
+from .share import read_share
 from .split import plan_batches
 from .strategy import Replicated, Strategy
 from .tracker import Tracker, open_trackers
-from .windows import random_windows
 from .zero import Zero
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -93,6 +92,7 @@ class Trainer:
                 if not resume:
                     for old in (self.checkpoints, folder / "best"):
                         shutil.rmtree(old, ignore_errors=True)
+        self._best = BestHeads(folder / "best", model, self.settings)
         with self.ranks.together():
             state = self._restore()
             # Without a checkpoint nothing of the curve stands: it may be that of other heads.
@@ -152,10 +152,10 @@ class Trainer:
         finally:
             for tracker in self._trackers:
                 tracker.close()
+        self.strategy.gather()
         if self.save_best:
-            self._take_best()
-        else:
-            self.strategy.gather()
+            with self.ranks.together():
+                self._best.take()
 
     def step(self) -> dict[str, float]:
         """One update of all heads; returns the mean loss of a token by exit layer."""
@@ -178,7 +178,8 @@ class Trainer:
         return losses
 
     def _backward(self) -> dict[str, float]:
-        batch, windows, num_rows = self._read()
+        indices, seed = self.batches[self.num_steps], self.seed + self.num_steps
+        batch, windows, num_rows = read_share(self.cache, indices, self.model, self.ranks, self.max_window, seed)
         sums = self.strategy.losses(batch, windows)
         # A shared head has nothing to train, but its loss is shown beside those of the others.
         if trained := [total for total in sums if total.requires_grad]:
@@ -186,25 +187,6 @@ class Trainer:
             self.strategy.backward(sum(total * self.ranks.size / num_rows for total in trained))  # type: ignore[arg-type]
         means = self.ranks.sum(torch.stack([total.detach() for total in sums])) / num_rows
         return {str(layer): mean for layer, mean in zip(self.model.exit_layers, means.tolist(), strict=True)}
-
-    def _read(self) -> tuple[Batch, Tensor, int]:
-        """This rank's share of the next batch, its windows, and the number of loss rows of all shares."""
-        indices = self.batches[self.num_steps]
-        sequences = [self.cache.sequences[index] for index in indices]
-        lengths = [sequence.length for sequence in sequences]
-        num_prompts = [len(sequence.prompt_token_ids) for sequence in sequences]
-        # Drawn for the whole batch, so that they do not depend on the number of ranks.
-        windows = random_windows(lengths, num_prompts, self.max_window, self.seed + self.num_steps)
-        num_rows = max(1, sum(max(0, len(sequence.token_ids) - 1) for sequence in sequences))
-        share = share_out(lengths, self.ranks.size)[self.ranks.rank]
-        # A rank without a share takes part all the same, with a sequence that does not count.
-        batch = self.cache.read(
-            [indices[place] for place in share or [0]], self.model.exit_layers, self.model.backbone
-        )
-        if not share:
-            batch = replace(batch, loss_rows=batch.loss_rows[:0])
-        parts = windows.split(lengths)
-        return batch, torch.cat([parts[place] for place in share or [0]]), num_rows
 
     def _check_finite(self, losses: Mapping[str, float], norms: Sequence[float]) -> None:
         for (name, loss), norm in zip(losses.items(), norms, strict=True):
@@ -232,11 +214,8 @@ class Trainer:
                 record = {"step": self.num_steps, "num_tokens": sum(self.num_tokens[: self.num_steps])}
                 record |= report["hops"]
                 # First, so that a curve never tells of heads that a kill has lost.
-                if self.save_best and self._acceptance(record) > max(
-                    map(self._acceptance, self.curve.records), default=-1.0
-                ):
-                    best = TrainingState(step=self.num_steps, content={"heads": self.model.heads.state_dict()})
-                    save_training_state(self.folder / "best", best, self.settings, num_kept=1)
+                if self.save_best:
+                    self._best.save_if_best(record, self.curve.records)
         record = json.loads(self.ranks.from_main(json.dumps(record)))
         with self.ranks.together():
             record = self.curve.write(record)
@@ -246,22 +225,8 @@ class Trainer:
             {f"{name}/{hop}": value for hop, both in record.items() if "->" in hop for name, value in both.items()}
         )
 
-    def _acceptance(self, record: Mapping[str, Any]) -> float:
-        """The expected acceptance of the draft exit by the target: what decides how fast decoding is."""
-        return float(record[f"{self.model.exit_layers[0]}->{TARGET}"]["acceptance"])
-
     def _is_stopped(self) -> bool:
-        if self.early_stop is None or not self.curve.records:
-            return False
-        values = [self._acceptance(record) for record in self.curve.records]
-        return len(values) - 1 - values.index(max(values)) >= self.early_stop
-
-    def _take_best(self) -> None:
-        with self.ranks.together():
-            state = load_training_state(self.folder / "best", self.settings)
-            assert state is not None, "the first evaluation is the best so far"
-            self.model.heads.load_state_dict(state.content["heads"])
-            self.model.refresh_draft_vocab()
+        return self.early_stop is not None and self._best.num_worse(self.curve.records) >= self.early_stop
 
     def _track(self, values: Mapping[str, float]) -> None:
         for tracker in self._trackers:
