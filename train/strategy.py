@@ -58,8 +58,7 @@ class Replicated:
         state: dict[str, Any] | None = None,  # from `optimizer_state`
     ) -> None:
         self._heads = model.heads
-        # The draft vocabularies are the only buffers, and the same everywhere.
-        self._losses: nn.Module = DistributedDataParallel(losses, broadcast_buffers=False) if ranks.size > 1 else losses
+        self._losses: nn.Module = DistributedDataParallel(losses) if ranks.size > 1 else losses
         self._optimizer = adamw(model, weight_decay)
         self._scaler = torch.amp.GradScaler(model.backbone.device.type, enabled=scales_loss)
         if state is not None:

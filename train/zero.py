@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.distributed_c10d import HashStore
 
 from ..heads import EarlyExitModel
 from ..recipes import deepspeed_config
@@ -177,4 +176,5 @@ def _join_alone(device: torch.device) -> None:
     os.environ.setdefault("LOCAL_RANK", str(device.index or 0))
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
