@@ -35,7 +35,7 @@ OPTIONS = {
     "checkpoint_interval": 8,
     "settings": {"a": 1},
 }
-"""Batches of few sequences, so that some rank has one alone, and now and then none."""
+"""Batches of few sequences, so that now and then a rank has none."""
 
 
 def make_model(base):

@@ -137,10 +137,8 @@ def test_killed_in_a_save_the_same_command_goes_on_with_any_number_of_ranks(tmp_
         assert_close(load_file(tmp_path / name / "adapter" / "adapter_model.safetensors"), expected)
     assert not list((tmp_path / "two").glob("*.part-*"))
 
-    for bad, message in ((["--max-steps", "2"], "max_steps was None"), (["--exit-layers", "2,6"], "out of range")):
-        result = launch("hispec.train", *flags("two"), *bad)
-        assert result.returncode != 0
-        told = [line for line in result.stderr.splitlines() if line.startswith("hispec-train: error")]
-        assert len(told) == 1, result.stderr[-4000:]
-        assert message in told[0]
-        assert "Traceback (most recent call last):\n  File" not in result.stderr.split("hispec-train: error")[0]
+    result = launch("hispec.train", *flags("two"), "--max-steps", "2")
+    assert result.returncode != 0
+    told = [line for line in result.stderr.splitlines() if line.startswith("hispec-train: error")]
+    assert len(told) == 1, result.stderr[-4000:]
+    assert "training.max_steps was None, is now 2" in told[0]
