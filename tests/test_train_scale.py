@@ -12,7 +12,7 @@ import torch
 from hispec.checkpoints import fingerprint, save_adapter
 from hispec.heads import EarlyExitModel, ExitHeadConfig
 from hispec.recipes import deepspeed_config, load_recipe
-from hispec.train import Trainer, pipeline, trainer
+from hispec.train import Trainer, pipeline, trainer, zero
 from hispec.train.cache_writer import extend_cache
 from hispec.train.exit_losses import ExitLosses
 from hispec.train.loss import forward_kl
@@ -23,6 +23,7 @@ from hispec.train.share import share_out
 from hispec.train.shared_responses import regenerate_over
 from hispec.train.windows import random_windows
 
+from .deepspeed_stand_in import modules
 from .train_support import build_tokenizer, random_responses, small_disk
 
 HELD_OUT = [16, 17, 18, 19]
@@ -267,6 +268,47 @@ def test_what_is_missing_is_said_before_the_run(base, monkeypatch, module, train
     monkeypatch.setattr(pipeline.EarlyExitModel, "from_configs", lambda base, configs: EarlyExitModel(base, []))
     with pytest.raises(ValueError, match=message):
         resolve(base, **training)
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    for name, module in modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(zero, "_join_alone", lambda device: None)
+
+
+def test_our_side_of_zero_trains_saves_and_goes_on_like_plain_training(base, cache, tmp_path, stand_in):
+    """With a stand-in for DeepSpeed: an engine over flat copies, whose state is tied at the first update."""
+    plain = make_model(base)
+    make_trainer(plain, cache, tmp_path / "plain", max_grad_norm=0.5).run()
+    whole = make_model(base)
+    make_trainer(whole, cache, tmp_path / "zero", max_grad_norm=0.5, deepspeed="zero2").run()
+    for name, tensor in heads_of(plain).items():
+        assert (tensor - heads_of(whole)[name]).abs().max() < 1e-4, name
+    curves = [(tmp_path / name / "metrics.jsonl").read_text().count("\n") for name in ("plain", "zero")]
+    assert curves == [3, 3]
+    # Four steps by one strategy, the rest by either; with the same one to the bit.
+    for first, then in ((None, "zero2"), ("zero2", None), ("zero2", "zero2")):
+        folder = tmp_path / f"{first}-{then}"
+        run = make_trainer(make_model(base), cache, folder, max_grad_norm=0.5, deepspeed=first)
+        for _ in range(4):
+            run.step()
+        run._save()
+        resumed = make_model(base)
+        make_trainer(resumed, cache, folder, max_grad_norm=0.5, deepspeed=then).run()
+        for name, tensor in heads_of(whole).items():
+            assert (tensor - heads_of(resumed)[name]).abs().max() < (1e-4 if None in (first, then) else 1e-30), name
+
+
+def test_our_side_of_zero_can_save_before_its_first_step(base, cache, tmp_path, stand_in):
+    run = make_trainer(make_model(base), cache, tmp_path, deepspeed="zero2")
+    run.step()
+    run._save()
+    again = make_trainer(make_model(base), cache, tmp_path, deepspeed="zero2")
+    states = sorted((tmp_path / "checkpoints").iterdir())
+    before = (states[0] / "tensors.safetensors").read_bytes()
+    again._save()
+    assert (states[0] / "tensors.safetensors").read_bytes() == before
 
 
 def test_shipped_configs_partition_and_leave_the_rest_to_the_recipe():
