@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from hispec.train.command import main
+from hispec.train.curve import read_curve
 from hispec.train.ranks import Ranks
 from hispec.train.responses import read_responses
 
@@ -73,6 +74,10 @@ def run_strategies(one, folder, *names):
         assert all(torch.equal(parts[key], tensor) for key, tensor in whole.items()), name
         assert_close(whole, expected)
         assert_close(from_one, expected)
+        for ours, theirs in zip(
+            *(read_curve(path / "whole" / "metrics.jsonl") for path in (folder / name, single)), strict=True
+        ):
+            assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-3)
         # One rank, without DeepSpeed, goes on from what two have saved.
         base = build_base("llama")
         states = sorted((folder / name / "parts" / "checkpoints").glob("state-*"))

@@ -116,17 +116,26 @@ def test_every_precision_learns_near_float32_and_goes_on_bit_for_bit(base, cache
     assert equal(heads_of(resumed), heads_of(model))
 
 
-def test_too_large_a_scale_skips_the_update_and_shrinks(base, cache, tmp_path):
+def test_too_large_a_scale_skips_the_update_and_shrinks_and_is_saved(base, cache, tmp_path):
     model = make_model(base)
     run = make_trainer(model, cache, tmp_path, precision="fp16")
-    run.strategy._scaler.load_state_dict({**run.strategy._scaler.state_dict(), "scale": 1e38})
+
+    def scale(run, value=None):
+        state = run.strategy.optimizer_state()["scaler"]
+        if value is not None:
+            run.strategy._scaler.load_state_dict({**state, "scale": value})
+        return state["scale"]
+
+    scale(run, 1e38)
     before = heads_of(model)
     run.step()
     assert equal(heads_of(model), before)
-    assert run.strategy._scaler.get_scale() < 1e38
-    run.strategy._scaler.load_state_dict({**run.strategy._scaler.state_dict(), "scale": 1024.0})
+    assert scale(run) == pytest.approx(0.5e38)
+    scale(run, 1024.0)
     run.step()
     assert not equal(heads_of(model), before)
+    run._save()
+    assert scale(make_trainer(make_model(base), cache, tmp_path, precision="fp16")) == 1024.0
 
 
 def test_a_loss_that_is_no_number_names_the_batch_and_keeps_the_last_checkpoint(base, cache, tmp_path):
