@@ -26,16 +26,17 @@ HEADS = ((0, "mlp", True), (2, "block", True), (4, "shared", False))
 """Exit layer, kind, and whether it takes the committed context."""
 HELD_OUT = [16, 17, 18, 19]
 OPTIONS = {
-    "batch_tokens": 24,
+    "batch_tokens": 12,
     "num_epochs": 8,
     "max_steps": 8,
     "warmup_steps": 2,
     "learning_rate": 3e-3,
+    "max_grad_norm": 2.0,
     "eval_interval": 4,
     "checkpoint_interval": 8,
     "settings": {"a": 1},
 }
-"""Batches of few sequences, so that now and then a rank has none."""
+"""Batches of one or two sequences, so that now and then a rank has none."""
 
 
 def make_model(base):
