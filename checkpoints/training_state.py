@@ -32,8 +32,10 @@ def save_training_state(
     folder: Path,
     state: TrainingState,
     settings: Mapping[str, Any],  # JSON-ready, whatever must be the same for the run to go on
+    *,
+    num_kept: int = NUM_KEPT,  # this one included
 ) -> None:
-    """Write `state` into `folder`, wholly or not at all, and keep it and the one before; never a pickle."""
+    """Write `state` into `folder`, wholly or not at all, and keep the newest ones; never a pickle."""
     tensors: dict[str, Tensor] = {}
     record = {
         "format_version": FORMAT_VERSION,
@@ -44,7 +46,7 @@ def save_training_state(
     with atomic_folder(folder / f"state-{state.step:09d}") as partial:
         save_file(tensors, partial / "tensors.safetensors")
         (partial / "state.json").write_text(json.dumps(record), encoding="utf-8")
-    for old in _saved(folder)[NUM_KEPT:]:
+    for old in _saved(folder)[num_kept:]:
         shutil.rmtree(old, ignore_errors=True)
     # What a killed process had begun to write.
     for begun in folder.glob(".state-*"):

@@ -78,15 +78,19 @@ class ExitHead(nn.Module):
         attend: Attend,
     ) -> Tensor:  # [1, T, D]
         """The state that the LM head reads; `context` is read only by a head with committed context."""
+        # Whoever wraps the head to train it over several machines brings a weight here when its module is called.
+        is_training = torch.is_grad_enabled()
         if self._by_fuse is not None:
+            assert self.fuse is not None
             assert context is not None
             # Without weights: final states differ in scale from the hidden states of shallow layers.
             both = torch.cat([hidden, F.rms_norm(context, context.shape[-1:])], dim=-1)
-            hidden = self._by_fuse(both)
+            hidden = self.fuse(both) if is_training else self._by_fuse(both)
         if self._by_mlp is not None:
-            hidden = hidden + F.silu(self._by_mlp(hidden))
+            assert self.mlp is not None
+            hidden = hidden + F.silu(self.mlp(hidden) if is_training else self._by_mlp(hidden))
         if self.has_block:
-            block = self._blocks[0 if torch.is_grad_enabled() else 1]
+            block = self._blocks[0 if is_training else 1]
             hidden = self._backbone.run_block(block, self.kv_layer, hidden, positions, attend)
         return self._backbone.final_norm(hidden) if self.norm is None else self.norm(hidden)
 

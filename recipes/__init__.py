@@ -1,5 +1,6 @@
 """What to run: one recipe per model family."""
 
+from .deepspeed_config import deepspeed_config
 from .exit_layers import default_exit_layers, parse_exit_layers, resolve_exit_layers, show_exit_layers
 from .loss_mixture import LossName, parse_loss
 from .overrides import override
@@ -24,6 +25,7 @@ __all__ = [
     "ModelRecipe",
     "Recipe",
     "TrainingRecipe",
+    "deepspeed_config",
     "default_exit_layers",
     "describe_recipes",
     "list_recipes",

@@ -14,6 +14,10 @@ from .exit_layers import check_written, parse_exit_layers
 from .loss_mixture import parse_loss
 from .plain_values import parse, read_yaml
 
+ScheduleName = Literal["cosine", "linear", "constant"]
+PrecisionName = Literal["fp32", "bf16", "fp16"]
+TrackerName = Literal["tensorboard", "wandb"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRecipe:
@@ -146,6 +150,24 @@ class TrainingRecipe:
     """Steps between two checkpoints, from which an interrupted run goes on."""
     seed: int = 0
     """Seed of sampling, of the order of the data and of the windows."""
+    lr_schedule: ScheduleName = "cosine"
+    """How the learning rate goes on after the warmup: down to 0, or not at all."""
+    max_grad_norm: float = 1.0
+    """Norm to which a head's gradient is clipped."""
+    precision: PrecisionName | None = None
+    """Type of the heads' products in training; None is the base's. The heads themselves are float32."""
+    activation_checkpointing: bool = False
+    """Whether heads are computed again in the backward pass: less memory, a third more time."""
+    save_total_limit: int = 2
+    """Checkpoints kept; with one, a damaged one cannot be gone back from."""
+    save_best: bool = False
+    """Whether the adapter gets the heads of the evaluation with the best expected acceptance, not the last ones."""
+    early_stop: int | None = None
+    """Evaluations without a better expected acceptance after which training ends; None never ends it."""
+    trackers: tuple[TrackerName, ...] = ()
+    """Where the curve is also shown."""
+    deepspeed: str | None = None
+    """`zero2`, `zero3` or a JSON file: ZeRO over the ranks; None is plain data parallelism."""
 
     def __post_init__(self) -> None:
         try:
@@ -157,6 +179,10 @@ class TrainingRecipe:
         if self.against is not None:
             _check_range("training.against", self.against, 0, above=True)
         _check_range("training.accumulation_steps", self.accumulation_steps, 1)
+        _check_range("training.max_grad_norm", self.max_grad_norm, 0, above=True)
+        _check_range("training.save_total_limit", self.save_total_limit, 1)
+        if self.early_stop is not None:
+            _check_range("training.early_stop", self.early_stop, 1)
         _check_range("training.learning_rate", self.learning_rate, 0, above=True)
         for name in ("warmup_steps", "weight_decay", "seed"):
             _check_range(f"training.{name}", getattr(self, name), 0)

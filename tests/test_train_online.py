@@ -69,7 +69,7 @@ def test_gradients_online_are_those_of_the_cache(base, tmp_path, committed_conte
     models = [make_model(base, layers, committed_context) for _ in range(2)]
     for model, states in zip(models, (OnlineStates(RESPONSES), cache), strict=True):
         trainer = make_trainer(model, states, tmp_path / "run", loss="forward_kl + jsd", against=0.5)
-        trainer._backward(trainer.batches[0])
+        trainer._backward()
     for online, cached in zip(*(model.heads.parameters() for model in models), strict=True):
         assert online.grad.abs().max() > 0
         torch.testing.assert_close(online.grad, cached.grad, rtol=1e-4, atol=1e-6)

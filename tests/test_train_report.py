@@ -10,6 +10,7 @@ import pytest
 from safetensors.torch import load_file
 
 from hispec.checkpoints import fingerprint, save_adapter
+from hispec.checkpoints.adapter import TENSOR_PREFIX
 from hispec.heads import EarlyExitModel
 from hispec.recipes import recipe_from_dict
 from hispec.train import describe_acceptance, train_adapter
@@ -146,7 +147,8 @@ def test_numbers_are_those_of_the_record(adapter, run):
 def test_sizes_are_those_of_the_saved_tensors(adapter, run):
     tensors = load_file(adapter / "adapter_model.safetensors")
     for index, head in enumerate(run["heads"]):
-        own = [tensor for name, tensor in tensors.items() if name.startswith(f"{index}.")]
+        own = [tensor for name, tensor in tensors.items() if name.startswith(f"{TENSOR_PREFIX}{index}.")]
+        assert own
         assert head["num_bytes"] == sum(tensor.nbytes for tensor in own)
         assert head["num_parameters"] == sum(tensor.numel() for tensor in own if tensor.is_floating_point())
 

@@ -8,14 +8,12 @@ import torch
 
 from hispec.checkpoints import fingerprint
 from hispec.heads import DenseAttention, EarlyExitModel, ExitHeadConfig
-from hispec.train import OnlineStates, StateCache, Trainer, evaluate, frequent_tokens
-from hispec.train import trainer as trainer_module
+from hispec.train import OnlineStates, StateCache, Trainer, evaluate, frequent_tokens, share
 from hispec.train.cache import num_loss_rows
 from hispec.train.cache_writer import extend_cache
 from hispec.train.curve import Curve
 from hispec.train.evaluate import hop_scores
-from hispec.train.split import split_evenly
-from hispec.train.trainer import learning_rate_at
+from hispec.train.schedule import learning_rate_at
 from hispec.train.windows import fixed_distance, random_windows
 
 from .train_support import random_responses
@@ -184,7 +182,8 @@ def test_accumulated_gradient_is_that_of_the_whole_batch(base, tmp_path, num_par
     for model, num in ((whole, 1), (parts, num_parts)):
         options = {"loss": "forward_kl + acceptance_length", "accumulation_steps": num}
         trainer = make_trainer(model, OnlineStates(responses), tmp_path, **options)
-        losses.append(trainer._backward(list(range(9))))
+        trainer.batches = [list(range(9))]
+        losses.append(trainer._backward())
     assert losses[0] == pytest.approx(losses[1])
     for first, second in zip(whole.heads.parameters(), parts.heads.parameters(), strict=True):
         torch.testing.assert_close(first.grad, second.grad, rtol=1e-4, atol=1e-6)
@@ -193,12 +192,10 @@ def test_accumulated_gradient_is_that_of_the_whole_batch(base, tmp_path, num_par
 @pytest.mark.parametrize("num_parts", [1, 2, 3, 9])
 @pytest.mark.parametrize("lengths", [[5], [1, 1, 1, 1], [100, 1, 1, 1], [1, 1, 1, 100], [3, 9, 2, 7, 5, 5, 8]])
 def test_parts_are_about_equal_and_hold_every_sequence_once(lengths, num_parts):
-    parts = split_evenly(lengths, num_parts)
-    assert [place for part in parts for place in range(len(lengths))[part]] == list(range(len(lengths)))
-    sizes = [sum(lengths[part]) for part in parts]
-    assert all(sizes)
-    assert len(parts) <= num_parts
-    assert max(sizes) < sum(lengths) / num_parts + max(lengths)
+    parts = share.share_out(lengths, num_parts)
+    assert sorted(place for part in parts for place in part) == list(range(len(lengths)))
+    assert len(parts) == num_parts
+    assert max(sum(lengths[place] for place in part) for part in parts) < sum(lengths) / num_parts + max(lengths)
 
 
 def test_batches_without_a_token_to_learn_from_are_left_out_and_counted(base, tmp_path, capsys):
@@ -293,7 +290,7 @@ def test_every_step_has_windows_of_its_own(base, cache, tmp_path, monkeypatch):
         seeds.append(seed)
         return random_windows(lengths, num_prompts, max_window, seed)
 
-    monkeypatch.setattr(trainer_module, "random_windows", recorded)
+    monkeypatch.setattr(share, "random_windows", recorded)
     trainer = make_trainer(make_model(base), cache, tmp_path)
     for _ in range(3):
         trainer.step()

@@ -20,6 +20,7 @@ from ..checkpoints import write_atomically
 from ..heads import Backbone
 from .base_states import base_states
 from .cache import FORMAT, StateCache, bytes_per_token, cached_layers, column_type, read_index, wanted_columns
+from .ranks import Ranks
 from .responses import Response, read_responses, write_responses
 
 BATCH_TOKENS = 4096
@@ -36,6 +37,7 @@ def extend_cache(
     max_gb: float = 8.0,  # 1e9 bytes
     batch_tokens: int = BATCH_TOKENS,
     show_progress: bool = True,
+    ranks: Ranks | None = None,  # each reads its share of the batches and writes it to its place
 ) -> StateCache:
     """Read `responses` with the base and keep what heads at `exit_layers` train on.
 
@@ -45,30 +47,43 @@ def extend_cache(
     is said. Raises ValueError for a cache of another base or of other responses, and, before anything is written,
     where the disk has no room for it.
     """
-    index = open_index(folder, backbone, fingerprint)
-    done: dict[str, int] = index["num_rows"]
-    wanted = set(wanted_columns(exit_layers))
-    done |= {name: 0 for name in sorted(wanted) if name not in done}
-    responses = responses[: num_fitting(responses, cached_layers(done), backbone, max_gb)]
-    num_cached = check_sequences(folder, responses)
-    check_disk(folder, sum(response.length for response in responses), {name: done[name] for name in wanted}, backbone)
-    folder.mkdir(parents=True, exist_ok=True)
-    if len(responses) > num_cached:
-        write_responses(folder / "sequences.jsonl", responses)
-    _write_index(folder, index)
+    ranks = ranks or Ranks()
+    with ranks.together():
+        index = open_index(folder, backbone, fingerprint)
+        done: dict[str, int] = index["num_rows"]
+        wanted = set(wanted_columns(exit_layers))
+        done |= {name: 0 for name in sorted(wanted) if name not in done}
+        responses = responses[: num_fitting(responses, cached_layers(done), backbone, max_gb)]
+        num_cached = check_sequences(folder, responses)
+        num_rows = sum(response.length for response in responses)
+        check_disk(folder, num_rows, {name: done[name] for name in wanted}, backbone)
+    with ranks.together():
+        if ranks.is_main:
+            folder.mkdir(parents=True, exist_ok=True)
+            if len(responses) > num_cached:
+                write_responses(folder / "sequences.jsonl", responses)
+            _write_index(folder, index)
     total = sum(response.length for response in responses)
+    batches = list(_pack(responses, batch_tokens))
     num_done = min(total, *(done[name] for name in wanted))
-    stop = 0
+    ends = np.cumsum([sum(response.length for response in batch) for batch in batches]).tolist()
+    left = [(batch, end) for batch, end in zip(batches, ends, strict=True) if any(done[name] < end for name in wanted)]
     with tqdm(total=total, initial=num_done, unit="tok", desc="cache", disable=not show_progress) as progress:
-        for batch in _pack(responses, batch_tokens):
-            start, stop = stop, stop + sum(response.length for response in batch)
-            missing = {name for name in wanted if done[name] < stop}
-            if missing:
-                for name, values in _compute(backbone, batch, missing):
-                    _write_rows(folder / f"{name}.bin", start, values)
-                done |= dict.fromkeys(missing, stop)
-                _write_index(folder, index)
-                progress.update(stop - max(start, num_done))
+        for first in range(0, len(left), ranks.size):
+            together = left[first : first + ranks.size]
+            with ranks.together():
+                for batch, end in together[ranks.rank : ranks.rank + 1]:
+                    missing = {name for name in wanted if done[name] < end}
+                    start = end - sum(response.length for response in batch)
+                    for name, values in _compute(backbone, batch, missing):
+                        _write_rows(folder / f"{name}.bin", start, values)
+            # What is missing at the last of them is missing at the others or was there before.
+            stop = together[-1][1]
+            done |= {name: stop for name in wanted if done[name] < stop}
+            with ranks.together():
+                if ranks.is_main:
+                    _write_index(folder, index)
+            progress.update(stop - progress.n)
     return StateCache(folder, exit_layers, len(responses))
 
 
@@ -148,7 +163,8 @@ def free_disk(folder: Path) -> int:
 
 def _write_rows(path: Path, start: int, values: np.ndarray) -> None:
     """Write rows at their place and bring them to the disk before the index counts them."""
-    with path.open("r+b" if path.exists() else "wb") as file:
+    # Not by open's own modes: of two ranks that make the file, one would empty it.
+    with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as file:
         file.seek(start * values[:1].nbytes)
         file.write(np.ascontiguousarray(values).data.cast("B"))
         file.flush()

@@ -2,9 +2,11 @@
 
 import argparse
 import json
+import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -25,6 +27,7 @@ from ..recipes import (
 )
 from .pipeline import make_adapter, resolve
 from .plan import describe_plan
+from .ranks import Ranks, is_told, join_ranks, own_device
 from .report import describe_report
 from .usage import describe_usage
 
@@ -34,7 +37,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="hispec-train",
         description="Train early-exit heads for a causal LM on its own responses; save them as an adapter. "
-        "The same command again, without --no-resume, goes on after any interruption where it was.",
+        "The same command again, without --no-resume, goes on after any interruption where it was. "
+        "Several processes, under torchrun, accelerate or deepspeed, share all the work.",
     )
     parser.add_argument(
         "overrides",
@@ -99,6 +103,19 @@ def build_parser() -> argparse.ArgumentParser:
         "the same command without --no-resume goes on where it was)",
     )
     parser.add_argument("--seed", type=int, help="seed of sampling, of the order of the data and of the windows")
+    parser.add_argument(
+        "--deepspeed",
+        metavar="zero2|zero3|FILE",
+        help="partition the training state of the heads over the ranks, as shipped or as a DeepSpeed config says",
+    )
+    parser.add_argument(
+        "--save-best",
+        "--save_best",
+        action=argparse.BooleanOptionalAction,
+        help="make the adapter from the heads with the best held-out acceptance, not from the last ones",
+    )
+    # What the deepspeed launcher passes first.
+    parser.add_argument("--local-rank", "--local_rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--dtype", default="auto", help="dtype of the base: auto, float32, bfloat16 or float16")
     parser.add_argument(
         "--dry-run", "--dry_run", action="store_true", help="print the plan and what it costs, and do nothing"
@@ -122,14 +139,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(describe_recipes())
         return 0
     try:
-        return _run(options, ["hispec-train", *arguments])
+        with join_ranks(options.local_rank) as ranks, _silence(ranks):
+            return _run(options, ["hispec-train", *arguments], ranks)
     except KeyboardInterrupt:
         without = "" if options.resume else " without --no-resume"
         print(f"\nhispec-train: interrupted; the same command{without} goes on where it was", file=sys.stderr)
         return 130
     except (OSError, ValueError) as error:
-        print(f"hispec-train: error: {error}", file=sys.stderr)
+        if not is_told(error) or os.environ.get("RANK", "0") == "0":
+            print(f"hispec-train: error: {error}", file=sys.stderr)
         return 2
+
+
+@contextmanager
+def _silence(ranks: Ranks) -> Iterator[None]:
+    """Let the main rank alone say what all of them do."""
+    if ranks.is_main:
+        yield
+        return
+    with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+        yield
 
 
 def resolve_recipe(options: argparse.Namespace) -> Recipe:
@@ -150,43 +179,63 @@ def resolve_recipe(options: argparse.Namespace) -> Recipe:
         # Named after its model, so that it does not go into the folder of the recipe's own runs.
         recipe = recipe if other.model == recipe.model else replace(recipe, name=other.name, model=other.model)
     states = None if options.online is None else "online" if options.online else "cached"
+    training = {
+        "max_steps": options.max_steps,
+        "seed": options.seed,
+        "deepspeed": options.deepspeed,
+        "save_best": options.save_best,
+    }
     return replace(
         recipe,
         data=replace(
             recipe.data,
             **_given({"prompts": options.data, "num_tokens": options.num_tokens, "states": states}),
         ),
-        training=replace(recipe.training, **_given({"max_steps": options.max_steps, "seed": options.seed})),
+        training=replace(recipe.training, **_given(training)),
         output=options.output if options.output is not None else recipe.output,
     )
 
 
-def _run(options: argparse.Namespace, command: Sequence[str]) -> int:
-    recipe = resolve_recipe(options)
-    if options.push_to_hub is not None:
-        check_push(options.push_to_hub, private=options.private)
-    elif options.private:
-        raise ValueError("--private goes with --push-to-hub only; leave it out")
-    print(f"{recipe.name}: {recipe.model.source}, run in {recipe.output_folder()}", file=sys.stderr)
-    base, tokenizer = load_base(recipe.model.source, dtype=options.dtype, revision=recipe.model.revision)
-    recipe, cache_layers = _resolve_layers(recipe, options.cache_layers, base)
+def _run(options: argparse.Namespace, command: Sequence[str], ranks: Ranks) -> int:
+    with ranks.together():
+        recipe = resolve_recipe(options)
+        if options.push_to_hub is None and options.private:
+            raise ValueError("--private goes with --push-to-hub only; leave it out")
+        if options.push_to_hub is not None and ranks.is_main:
+            check_push(options.push_to_hub, private=options.private)
+        print(f"{recipe.name}: {recipe.model.source}, run in {recipe.output_folder()}", file=sys.stderr)
+    with ranks.together():
+        base, tokenizer = load_base(
+            recipe.model.source, dtype=options.dtype, device=own_device(), revision=recipe.model.revision
+        )
+        recipe, cache_layers = _resolve_layers(recipe, options.cache_layers, base)
     if options.dry_run:
-        print(describe_plan(recipe, base, tokenizer, cache_layers=cache_layers, resume=options.resume))
+        if ranks.is_main:
+            print(describe_plan(recipe, base, tokenizer, cache_layers=cache_layers, resume=options.resume))
         return 0
     try:
         adapter = make_adapter(
-            recipe, base, tokenizer, cache_layers=cache_layers, resume=options.resume, command=command
+            recipe,
+            base,
+            tokenizer,
+            cache_layers=cache_layers,
+            resume=options.resume,
+            command=command,
+            ranks=ranks,
         )
     except OSError as error:
         what = f"{error.strerror or error}: {error.filename}" if error.filename else error.strerror or error
-        raise ValueError(
+        told = ValueError(
             f"cannot work in {recipe.output_folder()} ({what}); make room there, or choose another folder with "
             "--output: what is there is kept, and the same command goes on where it was"
-        ) from error
+        )
+        for note in getattr(error, "__notes__", ()):
+            told.add_note(note)
+        raise told from error
     print(describe_report(adapter))
     print(describe_usage(json.loads((adapter / "run.json").read_text(encoding="utf-8"))["usage"]))
     print(f"adapter: {adapter}")
-    if options.push_to_hub is not None:
+    if options.push_to_hub is not None and ranks.is_main:
         _push(adapter, options.push_to_hub, private=options.private)
     return 0
 

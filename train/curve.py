@@ -16,14 +16,22 @@ class Curve:
         path: Path,
         step: int,
         losses: Mapping[str, list[float]] | None = None,  # of a curve that was interrupted at `step`
+        *,
+        writes: bool = True,  # False keeps the curve in memory alone: another rank writes it
     ) -> None:
         self.path = path
-        records = [record for record in read_curve(path) if record["step"] <= step]
-        write_atomically(path, "".join(json.dumps(record) + "\n" for record in records))
-        self.last_step = records[-1]["step"] if records else -1
-        """Step of the last record; -1 where there is none."""
+        self._writes = writes
+        self.records = [record for record in read_curve(path) if record["step"] <= step]
+        """What stands there."""
+        if writes:
+            write_atomically(path, "".join(json.dumps(record) + "\n" for record in self.records))
         self.losses = {} if losses is None or self.last_step == step else dict(losses)
         """Losses since the last record, by exit."""
+
+    @property
+    def last_step(self) -> int:
+        """Step of the last record; -1 where there is none."""
+        return int(self.records[-1]["step"]) if self.records else -1
 
     def add(self, losses: Mapping[str, float]) -> None:
         """Note the losses of one step, by exit; `write` averages them."""
@@ -34,10 +42,11 @@ class Curve:
         """Append `record` with the mean losses since the last one; returns what was written."""
         losses = {name: round(sum(values) / len(values), 5) for name, values in self.losses.items()}
         self.losses = {}
-        self.last_step = record["step"]
         record = {**record, "loss": losses}
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
+        if self._writes:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
+        self.records.append(record)
         return record
 
 

@@ -5,8 +5,11 @@ T rows of whole sequences side by side; R loss rows; D hidden size.
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from ..heads import EarlyExitModel
 from .cache import Batch
@@ -28,15 +31,30 @@ class ExitLosses(nn.Module):
         exit_weights: Sequence[float] | None = None,  # one an exit; None is 1 for all
         against: float | None = None,  # weight of an exit's loss against the next deeper one; None leaves it out
         rows_per_chunk: int = 512,  # rows whose logits are alive at a time
+        precision: torch.dtype | None = None,  # of the heads' products; None is the base's
+        activation_checkpointing: bool = False,  # whether a head is computed twice, to keep nothing in between
     ) -> None:
         super().__init__()
         # Only the heads are this module's own: what wraps it to spread the training must not see the base.
         self.heads = model.heads
         self._model = (model,)
         self._loss = loss
+        self._options: dict[str, Any] = {
+            "exit_weights": exit_weights,
+            "against": against,
+            "rows_per_chunk": rows_per_chunk,
+            "precision": precision,
+            "activation_checkpointing": activation_checkpointing,
+        }
         self._exit_weights = [1.0] * len(model.heads) if exit_weights is None else list(exit_weights)
         self._against = against
         self._rows_per_chunk = rows_per_chunk
+        self._precision = precision
+        self._activation_checkpointing = activation_checkpointing
+
+    def on(self, model: EarlyExitModel) -> "ExitLosses":
+        """The same losses of the heads of another model."""
+        return ExitLosses(model, self._loss, **self._options)
 
     def forward(
         self,
@@ -49,7 +67,7 @@ class ExitLosses(nn.Module):
         """
         (model,) = self._model
         context = batch_context(batch, windows)
-        states = [exit_state(model, index, batch, context) for index in range(len(model.heads))]
+        states = [self._state(index, batch, context) for index in range(len(model.heads))]
         starts = window_starts(batch.positions.cpu(), windows.cpu())[batch.loss_rows.cpu()]
         chunks = chunk_rows(starts, self._rows_per_chunk)
         starts = starts.to(batch.loss_rows.device)
@@ -57,6 +75,14 @@ class ExitLosses(nn.Module):
             weight * chunked_sum(state, partial(self._of_rows, index, batch, states, starts), chunks)
             for index, (state, weight) in enumerate(zip(states, self._exit_weights, strict=True))
         ]
+
+    def _state(self, index: int, batch: Batch, context: Tensor) -> Tensor:  # [R, D]
+        (model,) = self._model
+        if not self._activation_checkpointing:
+            return exit_state(model, index, batch, context, self._precision)
+        # The reentrant kind would run without gradients, and give none where no input needs one: the base is frozen.
+        state: Tensor = checkpoint(exit_state, model, index, batch, context, self._precision, use_reentrant=False)
+        return state
 
     def _of_rows(
         self,

@@ -18,11 +18,15 @@ def exit_state(
     index: int,  # which head
     batch: Batch,
     context: Tensor,  # [1, T, D], from `gather_context`
+    precision: torch.dtype | None = None,  # of the head's products; None is the base's
 ) -> Tensor:  # [R, D], in the head's own dtype
     """The state of head `index` on the loss rows, differentiable in the head's parameters."""
     head = model.exit_heads[index]
     hidden = batch.hidden[head.config.exit_layer]
-    with _autocast(model):
+    dtype = model.backbone.dtype if precision is None else precision
+    if precision == torch.float32:
+        hidden, context = hidden.float(), context.float()
+    with _autocast(model, dtype):
         state: Tensor = head(hidden, context, batch.positions, DenseAttention(batch.lengths))
     return state[0, batch.loss_rows]
 
@@ -44,7 +48,6 @@ def head_logits(
     return model.exit_logits(index, state.to(model.backbone.dtype))
 
 
-def _autocast(model: EarlyExitModel) -> AbstractContextManager[object]:
-    """Heads are trained in float32; beside a base of 16 bits their products run in its dtype."""
-    dtype = model.backbone.dtype
+def _autocast(model: EarlyExitModel, dtype: torch.dtype) -> AbstractContextManager[object]:
+    """Heads are trained in float32; beside a base of 16 bits their products run in its dtype, or in another one."""
     return torch.autocast(model.backbone.device.type, dtype, enabled=dtype != torch.float32)

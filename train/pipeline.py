@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -22,20 +22,27 @@ from .evaluate import evaluate
 from .heap import give_back
 from .online import OnlineStates, check_states
 from .prompts import Prompt, fingerprint_prompts, is_held_out, read_prompts
+from .ranks import Ranks
 from .record import training_record
 from .report import report_files
-from .responses import Response, regenerate, response_order
+from .responses import Response, response_order
+from .shared_responses import regenerate_over
 from .split import split_sequences
+from .tracker import check_trackers
 from .trainer import Trainer
 from .usage import UsageFile
 from .vocabulary import frequent_tokens
+from .zero import check_zero
 
 PREFILL_TOKENS = 4096
 """Prompt tokens read in a step of regeneration: nobody waits for single answers, so as many at once as pays."""
 
 USAGE_FILE = "usage.json"
 
-HARMLESS = ("eval_interval", "checkpoint_interval", "accumulation_steps")
+HARMLESS = (
+    *("eval_interval", "checkpoint_interval", "accumulation_steps", "activation_checkpointing", "save_total_limit"),
+    *("save_best", "early_stop", "trackers", "deepspeed"),
+)
 """Settings that may change when a run goes on."""
 
 
@@ -47,20 +54,25 @@ def make_adapter(
     cache_layers: Sequence[int] = (),  # exit layers to cache beside those that get a head
     resume: bool = True,  # False trains the heads anew; responses and cached states that fit are kept
     command: Sequence[str] = (),  # as the user typed it, for the adapter's record
+    ranks: Ranks | None = None,  # from `join_ranks`; all of them make this call, on a folder that all of them see
 ) -> Path:
     """Run every stage in `recipe.output_folder()` and return the adapter's folder.
 
-    The same call again, after an interruption of any kind, goes on where it was.
+    The same call again, after an interruption of any kind, goes on where it was, also with another number of ranks.
     """
+    ranks = ranks or Ranks()
     folder = recipe.output_folder()
-    recipe = resolve(recipe, base)
-    check_states(recipe, cache_layers)
-    check_adapter_folder(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    usage = UsageFile(folder / USAGE_FILE, base.device)
-    with alone_in(folder):
+    with ranks.together():
+        recipe = resolve(recipe, base)
+        check_states(recipe, cache_layers)
+        check_adapter_folder(folder, base)
+        folder.mkdir(parents=True, exist_ok=True)
+    with alone_in(folder, ranks):
+        usage = UsageFile(folder / USAGE_FILE, base.device, writes=ranks.is_main)
         with usage.stage("responses", anew=not (folder / "responses.jsonl").exists()):
-            responses = regenerate_responses(folder, base, tokenizer, recipe.data, seed=recipe.training.seed)
+            responses = regenerate_responses(
+                folder, base, tokenizer, recipe.data, seed=recipe.training.seed, ranks=ranks
+            )
         give_back()
         states: StateSource
         if recipe.data.states == "online":
@@ -68,11 +80,11 @@ def make_adapter(
         else:
             layers = sorted({*recipe.heads.counts(), *cache_layers})
             with usage.stage("cache", anew=not (folder / "cache").exists()):
-                states = cache_states(folder, responses, base, layers, max_gb=recipe.data.max_cache_gb)
-        return train_adapter(folder, states, base, recipe, resume=resume, command=command)
+                states = cache_states(folder, responses, base, layers, max_gb=recipe.data.max_cache_gb, ranks=ranks)
+        return train_adapter(folder, states, base, recipe, resume=resume, command=command, ranks=ranks)
 
 
-def check_adapter_folder(folder: Path) -> None:
+def check_adapter_folder(folder: Path, base: PreTrainedModel) -> None:
     """Raise ValueError, before hours of work, where the run could not write `folder/adapter` at its end, or would
     replace one that it has not made."""
     check_replaceable(folder / "adapter")
@@ -81,40 +93,63 @@ def check_adapter_folder(folder: Path) -> None:
             f"{folder / 'adapter'} is the adapter of another run, whose responses are not there; choose another "
             "--output folder"
         )
+    try:
+        config = json.loads((folder / "adapter" / "adapter_config.json").read_text(encoding="utf-8"))
+        weights = config["base_fingerprint"]["weights"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    if weights != fingerprint(base)["weights"]:
+        raise ValueError(
+            f"{folder / 'adapter'} is an adapter for another base model; choose another --output, or move it away"
+        )
 
 
 @contextmanager
-def alone_in(folder: Path) -> Iterator[None]:
-    """Keep other processes out of a run's folder; ValueError where one works in it already."""
-    try:
-        with FileLock(folder / ".lock", timeout=0):
-            yield
-    except Timeout:
-        raise ValueError(f"another hispec-train works in {folder}; wait for it or choose another --output") from None
+def alone_in(folder: Path, ranks: Ranks) -> Iterator[None]:
+    """Keep other runs out of a run's folder; ValueError where one works in it already."""
+    with ExitStack() as stack:
+        with ranks.together():
+            if ranks.is_main:
+                try:
+                    stack.enter_context(FileLock(folder / ".lock", timeout=0))
+                except Timeout:
+                    raise ValueError(
+                        f"another hispec-train works in {folder}; wait for it or choose another --output"
+                    ) from None
+        yield
 
 
 def resolve(recipe: Recipe, base: PreTrainedModel) -> Recipe:
-    """The recipe with its exit layers filled in; raises ValueError for heads that the base cannot have."""
+    """The recipe with its exit layers filled in; raises ValueError for heads that the base cannot have.
+
+    And for what the training needs and does not find here.
+    """
     num_layers = EarlyExitModel.from_configs(base, []).backbone.num_layers
     exit_layers = resolve_exit_layers(recipe.heads.exit_layers, num_layers)
     EarlyExitModel.from_configs(base, recipe.heads.configs(exit_layers))
     recipe.training.check_exits(len(exit_layers))
+    training = recipe.training
+    check_trackers(training.trackers)
+    if training.deepspeed is not None:
+        check_zero(training)
     return replace(recipe, heads=replace(recipe.heads, exit_layers=exit_layers))
 
 
 def regenerate_responses(
-    folder: Path, base: PreTrainedModel, tokenizer: Any, data: DataRecipe, *, seed: int
+    folder: Path, base: PreTrainedModel, tokenizer: Any, data: DataRecipe, *, seed: int, ranks: Ranks
 ) -> list[Response]:
     """The responses of `folder/responses.jsonl`, made as far as they are missing."""
-    prompts = read_prompts(data.prompts_path())
-    check_split(prompts, data.held_out_fraction)
-    engine = make_engine(base, tokenizer, data)
-    render(engine, prompts)
-    settings = response_settings(engine, prompts, data, seed=seed)
-    path = folder / "responses.json"
-    if not check_settings(path, settings):
-        write_atomically(path, json.dumps(settings, indent=2) + "\n")
-    return regenerate(
+    with ranks.together():
+        prompts = read_prompts(data.prompts_path())
+        check_split(prompts, data.held_out_fraction)
+        engine = make_engine(base, tokenizer, data)
+        render(engine, prompts)
+        settings = response_settings(engine, prompts, data, seed=seed)
+        path = folder / "responses.json"
+        if not check_settings(path, settings) and ranks.is_main:
+            write_atomically(path, json.dumps(settings, indent=2) + "\n")
+    return regenerate_over(
+        ranks,
         engine,
         order_responses(prompts, data, seed=seed),
         folder / "responses.jsonl",
@@ -144,11 +179,12 @@ def cache_states(
     exit_layers: Sequence[int],
     *,
     max_gb: float,
+    ranks: Ranks,
 ) -> StateCache:
     """The state cache of `folder/cache`, made as far as it is missing."""
     backbone = EarlyExitModel.from_configs(base, []).backbone
     return extend_cache(
-        folder / "cache", responses, backbone, exit_layers, fingerprint=fingerprint(base), max_gb=max_gb
+        folder / "cache", responses, backbone, exit_layers, fingerprint=fingerprint(base), max_gb=max_gb, ranks=ranks
     )
 
 
@@ -161,48 +197,66 @@ def train_adapter(
     num_tokens: int | None = None,  # response tokens of the cache to train on; None takes all
     resume: bool = True,
     command: Sequence[str] = (),
+    ranks: Ranks | None = None,
 ) -> Path:
     """Train the recipe's heads on a cache, measure them and write `folder/adapter`."""
-    usage = UsageFile(folder / USAGE_FILE, base.device)
-    training, held_out = split_sequences(cache.sequences, recipe.data.held_out_fraction, num_tokens)
-    model = make_model(base, recipe, [cache.sequences[index] for index in training])
+    ranks = ranks or Ranks()
+    usage = UsageFile(folder / USAGE_FILE, base.device, writes=ranks.is_main)
+    with ranks.together():
+        training, held_out = split_sequences(cache.sequences, recipe.data.held_out_fraction, num_tokens)
+        model = make_model(base, recipe, [cache.sequences[index] for index in training])
     is_trained = any(True for _ in model.heads.parameters())
     if is_trained:
-        settings = training_settings(recipe, len(training))
+        settings = training_settings(recipe, base, [cache.sequences[index] for index in training])
+        options = {"settings": settings, "resume": resume, "ranks": ranks, **asdict(recipe.training)}
         with usage.stage("train", anew=not resume or not (folder / "checkpoints").exists()):
-            Trainer(
-                model, cache, training, held_out, folder, settings=settings, resume=resume, **asdict(recipe.training)
-            ).run()
+            Trainer(model, cache, training, held_out, folder, **options).run()
     model.heads.to(base.dtype)
-    with usage.stage("evaluate", anew=True):
-        report = evaluate(model, cache, held_out, max_window=recipe.training.max_window, show_progress=True)
-    record = training_record(
-        model,
-        command=command or ["hispec.train"],
-        recipe=recipe.to_dict(),
-        acceptance=report,
-        # Where nothing is trained, a curve in the folder is that of other heads.
-        curve=read_curve(folder / "metrics.jsonl") if is_trained else [],
-        data={
-            "num_training_responses": len(training),
-            "num_training_tokens": sum(len(cache.sequences[index].token_ids) for index in training),
-            "num_held_out_responses": len(held_out),
-        },
-    )
-    record["usage"] = usage.read()
-    save_adapter(model, folder / "adapter", run=record, report=report_files(record))
+    with ranks.together():
+        if ranks.is_main:
+            with usage.stage("evaluate", anew=True):
+                report = evaluate(model, cache, held_out, max_window=recipe.training.max_window, show_progress=True)
+            record = training_record(
+                model,
+                command=command or ["hispec.train"],
+                recipe=recipe.to_dict(),
+                acceptance=report,
+                # Where nothing is trained, a curve in the folder is that of other heads.
+                curve=read_curve(folder / "metrics.jsonl") if is_trained else [],
+                data={
+                    "num_training_responses": len(training),
+                    "num_training_tokens": sum(len(cache.sequences[index].token_ids) for index in training),
+                    "num_held_out_responses": len(held_out),
+                },
+            )
+            record["usage"] = usage.read()
+            save_adapter(model, folder / "adapter", run=record, report=report_files(record))
     return folder / "adapter"
 
 
-def training_settings(recipe: Recipe, num_responses: int | None) -> dict[str, Any]:
-    """What must be the same for a training run to go on; `num_responses` is None where it is not known yet."""
+def training_settings(
+    recipe: Recipe,
+    base: PreTrainedModel,
+    responses: Sequence[Response] | None,  # those that are trained on; None where they are not known yet
+) -> dict[str, Any]:
+    """What must be the same for a training run to go on."""
     values = recipe.to_dict()
     return {
         "heads": values["heads"],
         "training": {name: value for name, value in values["training"].items() if name not in HARMLESS},
         "held_out_fraction": recipe.data.held_out_fraction,
-        "num_responses": "more than there are yet" if num_responses is None else num_responses,
+        "num_responses": "more than there are yet" if responses is None else len(responses),
+        # What tells two runs of the same recipe from each other.
+        "base": fingerprint(base)["weights"],
+        "responses": "not known yet" if responses is None else _digest(responses),
     }
+
+
+def _digest(responses: Sequence[Response]) -> str:
+    digest = hashlib.sha256()
+    for response in responses:
+        digest.update(json.dumps([response.prompt_token_ids, response.token_ids]).encode())
+    return digest.hexdigest()[:16]
 
 
 def make_model(base: PreTrainedModel, recipe: Recipe, responses: Sequence[Response]) -> EarlyExitModel:

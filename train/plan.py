@@ -50,7 +50,7 @@ def describe_plan(
     recipe = resolve(recipe, base)
     check_states(recipe, cache_layers)
     folder = recipe.output_folder()
-    check_adapter_folder(folder)
+    check_adapter_folder(folder, base)
     prompts = read_prompts(recipe.data.prompts_path())
     check_split(prompts, recipe.data.held_out_fraction)
     engine = make_engine(base, tokenizer, recipe.data)
@@ -113,12 +113,12 @@ def find_done(
         all_layers = {*cached_layers(index["num_rows"]), *layers}
         responses = responses[: num_fitting(responses, sorted(all_layers), model.backbone, data.max_cache_gb)]
         check_sequences(folder / "cache", responses)
-    num_training = None
+    training = None
     if num_tokens >= data.num_tokens or len(made) == len(order):
-        num_training = len(split_sequences(responses, data.held_out_fraction)[0])
+        training = [responses[index] for index in split_sequences(responses, data.held_out_fraction)[0]]
     state = None
     if resume and any(True for _ in model.heads.parameters()):
-        state = load_training_state(folder / "checkpoints", training_settings(recipe, num_training))
+        state = load_training_state(folder / "checkpoints", training_settings(recipe, model.base, training))
     return Done(
         num_responses=len(made),
         num_response_tokens=sum(made),

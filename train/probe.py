@@ -138,7 +138,7 @@ def _probe_training(
     everything = list(range(len(cache.sequences)))
     num_tokens = sum(len(sequence.token_ids) for sequence in cache.sequences)
     num_epochs = 2 * math.ceil(recipe.training.batch_tokens / num_tokens) + 1
-    settings = replace(recipe.training, num_epochs=num_epochs, max_steps=None)
+    settings = replace(recipe.training, num_epochs=num_epochs, max_steps=None, trackers=(), deepspeed=None)
     trainer = Trainer(model, cache, everything, everything, folder, **asdict(settings))
     trainer.step()
     give_back()

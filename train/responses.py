@@ -67,7 +67,7 @@ def regenerate(
     order: Sequence[tuple[Prompt, int]],
     path: Path,
     *,
-    num_tokens: int,
+    num_tokens: int | None,  # None answers every prompt
     max_new_tokens: int,
     temperature: float,
     max_num_seqs: int,
@@ -81,6 +81,8 @@ def regenerate(
     file is put in order; it keeps every answer, also those beyond what was wanted. A file that has enough is
     left as it is.
     """
+    is_bounded = num_tokens is not None
+    num_tokens = len(order) * max_new_tokens if num_tokens is None else num_tokens
     _drop_torn_line(path)
     finished = _read_finished(path)
     keys = [(prompt.id, sample) for prompt, sample in order]
@@ -126,10 +128,45 @@ def regenerate(
             for request_id in running:
                 engine.abort(request_id)
     write_responses(path, [finished[key] for key in keys if key in finished])
-    if num_finished < num_tokens:
+    if is_bounded and num_finished < num_tokens:
         text = f"all prompts are answered: {num_finished} response tokens, {num_tokens} were wanted"
         tqdm.write(text, file=sys.stderr)
     return _beginning(finished, keys, num_tokens)
+
+
+def merge_responses(path: Path, order: Sequence[tuple[Prompt, int]]) -> None:
+    """Bring what ranks have answered, each into its `part_path`, into `path`, in order; a kill loses nothing."""
+    parts = sorted(path.parent.glob(f"{path.stem}.part-*{path.suffix}"))
+    if not parts:
+        return
+    finished = _read_finished(path)
+    for part in parts:
+        finished |= _read_finished(part)
+    keys = [(prompt.id, sample) for prompt, sample in order]
+    write_responses(path, [finished[key] for key in keys if key in finished])
+    for part in parts:
+        part.unlink()
+
+
+def part_path(path: Path, rank: int) -> Path:
+    """Where a rank puts its answers until they are merged into `path`."""
+    return path.with_name(f"{path.stem}.part-{rank}{path.suffix}")
+
+
+def next_items(
+    path: Path, order: Sequence[tuple[Prompt, int]], num_tokens: int, max_new_tokens: int
+) -> list[tuple[Prompt, int]]:
+    """Whom to ask next, in order, for `path` to have about `num_tokens`; none where it has them or all are answered."""
+    finished = _read_finished(path)
+    keys = [(prompt.id, sample) for prompt, sample in order]
+    if _count(_beginning(finished, keys, num_tokens)) >= num_tokens:
+        return []
+    last = max((place for place, key in enumerate(keys) if key in finished), default=-1)
+    num_skipped = sum(key not in finished for key in keys[: last + 1])
+    mean = _count(finished.values()) / len(finished) if finished else max_new_tokens / 2
+    num_more = math.ceil(max(0, num_tokens - _count(finished.values())) / mean)
+    missing = [item for item, key in zip(order, keys, strict=True) if key not in finished]
+    return missing[: num_skipped + num_more]
 
 
 def read_beginning(

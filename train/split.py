@@ -70,20 +70,3 @@ def drop_unmeasured(batches: Sequence[list[int]], sequences: Sequence[Response])
         num_dropped = len(batches) - len(kept)
         tqdm.write(f"{num_dropped} of {len(batches)} batches have no token to learn from: left out", file=sys.stderr)
     return kept
-
-
-def split_evenly(
-    lengths: Sequence[int],  # tokens of each sequence
-    num_parts: int,
-) -> list[slice]:
-    """Sequences side by side in at most `num_parts` parts of about the same number of tokens, none of them empty."""
-    parts: list[slice] = []
-    start = num_tokens = 0
-    for place, length in enumerate(lengths):
-        num_tokens += length
-        num_left = num_parts - len(parts)
-        # A part ends at the sequence that fills its share, the last one at the end.
-        if num_left > 1 and num_tokens * num_parts >= sum(lengths) * (len(parts) + 1):
-            parts.append(slice(start, place + 1))
-            start = place + 1
-    return [*parts, slice(start, len(lengths))] if start < len(lengths) else parts

@@ -58,9 +58,16 @@ def metered(device: torch.device) -> Iterator[Usage]:
 class UsageFile:
     """Usage by stage, added up over all processes that worked on a run, in a JSON file."""
 
-    def __init__(self, path: Path, device: torch.device) -> None:
+    def __init__(
+        self,
+        path: Path,
+        device: torch.device,
+        *,
+        writes: bool = True,  # False: another process writes what it takes itself
+    ) -> None:
         self._path = path
         self._device = device
+        self._writes = writes
 
     @contextmanager
     def stage(
@@ -80,7 +87,8 @@ class UsageFile:
             stages[name] = _added(before, usage)
             # A full disk has been complained about by what stands above.
             with suppress(OSError):
-                write_atomically(self._path, json.dumps(stages, indent=2) + "\n")
+                if self._writes:
+                    write_atomically(self._path, json.dumps(stages, indent=2) + "\n")
 
     def read(self) -> dict[str, dict[str, Any]]:
         """By stage: `seconds`, and `peak_memory` and `peak_device_memory` in bytes (the latter None on a CPU)."""
