@@ -97,7 +97,7 @@ def _compute(backbone: Backbone, batch: Sequence[Response], missing: set[str]) -
     hidden = backbone.run_layers(hidden, depth, backbone.num_layers, positions, attend)
     final = backbone.final_norm(hidden)[0]
     yield FINAL, _to_bits(final)
-    rows = pack_loss_rows(lengths, [len(response.prompt_token_ids) for response in batch]).to(device)
+    rows = pack_loss_rows(lengths, [response.spans for response in batch]).to(device)
     log_normaliser = torch.zeros(len(final), device=device)
     top_token = torch.zeros(len(final), dtype=torch.int32, device=device)
     for chunk in rows.split(256):

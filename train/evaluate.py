@@ -47,13 +47,13 @@ def evaluate(
     with tqdm(total=total, unit="tok", desc="evaluate", disable=not show_progress) as progress:
         for batch in _batches(model, cache, indices, batch_tokens):
             num_tokens += len(batch.loss_rows)
-            scores = hop_scores(model, batch, random_windows(batch.lengths, batch.num_prompts, max_window, seed))
+            scores = hop_scores(model, batch, random_windows(batch.lengths, batch.spans, max_window, seed))
             overall.add(scores)
-            rows = [max(0, n - 1 - p) for n, p in zip(batch.lengths, batch.num_prompts, strict=True)]
+            rows = batch.num_loss_rows
             for kind, *parts in zip(batch.kinds, *(score.split(rows, 1) for score in scores.values()), strict=True):
                 by_kind[kind].add(dict(zip(scores, parts, strict=True)))
             for distance in distances if needs_distance else ():
-                last_known = fixed_distance(batch.lengths, batch.num_prompts, distance)
+                last_known = fixed_distance(batch.lengths, batch.spans, distance)
                 by_distance[str(distance)].add(hop_scores(model, batch, last_known))
             progress.update(sum(batch.lengths))
     report: dict[str, Any] = {"num_tokens": num_tokens, "hops": overall.result()}

@@ -62,7 +62,7 @@ class Trainer:
         self.learning_rate, self.warmup_steps = learning_rate, warmup_steps
         self.max_window, self.seed = max_window, seed
         self.eval_interval, self.checkpoint_interval = eval_interval, checkpoint_interval
-        lengths = {index: len(cache.sequences[index].token_ids) for index in training}
+        lengths = {index: cache.sequences[index].num_answer_tokens for index in training}
         plan = plan_batches(list(lengths.values()), batch_tokens, num_epochs, seed)[:max_steps]
         self.batches = [[training[place] for place in places] for places in plan]
         self.num_tokens = [sum(lengths[index] for index in batch) for batch in self.batches]
@@ -126,7 +126,7 @@ class Trainer:
         return losses
 
     def _backward(self, batch: Batch) -> dict[str, float]:
-        windows = random_windows(batch.lengths, batch.num_prompts, self.max_window, self.seed + self.num_steps)
+        windows = random_windows(batch.lengths, batch.spans, self.max_window, self.seed + self.num_steps)
         context = batch_context(batch, windows)
         final, log_normaliser = batch.final[batch.loss_rows], batch.log_normaliser[batch.loss_rows]
         losses = {}
