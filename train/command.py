@@ -9,7 +9,7 @@ from typing import Any, get_args
 from ..checkpoints import load_base
 from ..heads import HeadKind
 from ..recipes import Recipe, load_recipe
-from .pipeline import make_adapter
+from .pipeline import make_adapter, preprocess
 from .plan import describe_plan
 from .report import describe_report
 
@@ -49,8 +49,14 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="token ids that a head scores, the most frequent ones; 0 for the whole vocabulary",
     )
-    parser.add_argument("--data", metavar="FILE", help='prompts: JSONL of {"id", "kind", "prompt"}')
-    parser.add_argument("--num-tokens", "--num_tokens", type=int, metavar="N", help="response tokens to regenerate")
+    parser.add_argument(
+        "--data",
+        metavar="DATA",
+        help="prompts to answer, or responses to train on: a file (JSONL, JSON, Parquet, CSV, text), a folder, or a hub "
+        "data set (user/name[:config[:split]]) of messages, ShareGPT, Alpaca, prompt/completion, text or token ids",
+    )
+    parser.add_argument("--num-tokens", "--num_tokens", type=int, metavar="N", help="response tokens to train on")
+    _add_data_flags(parser)
     parser.add_argument("--max-steps", "--max_steps", type=int, metavar="N", help="end training after N steps")
     parser.add_argument(
         "--cache-layers",
@@ -74,6 +80,24 @@ def build_parser() -> argparse.ArgumentParser:
         "--dry-run", "--dry_run", action="store_true", help="print the plan and what it costs, and do nothing"
     )
     return parser
+
+
+def _add_data_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--regenerate",
+        action=argparse.BooleanOptionalAction,
+        help="whether the base answers anew where --data holds responses",
+    )
+    parser.add_argument(
+        "--max-length",
+        "--max_length",
+        type=int,
+        metavar="N",
+        help="longest sequence of --data, in tokens: a longer one loses the beginning of its prompt",
+    )
+    parser.add_argument(
+        "--preprocess-only", "--preprocess_only", action="store_true", help="end when the data is read, before training"
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -110,7 +134,11 @@ def resolve_recipe(options: argparse.Namespace) -> Recipe:
     return replace(
         recipe,
         heads=replace(recipe.heads, **{**_given(heads), **({"draft_vocab_size": None} if size == 0 else {})}),
-        data=replace(recipe.data, **_given({"prompts": options.data, "num_tokens": options.num_tokens})),
+        data=replace(
+            recipe.data,
+            **_given({"prompts": options.data, "num_tokens": options.num_tokens}),
+            **_given({"regenerate": options.regenerate, "max_length": options.max_length}),
+        ),
         training=replace(recipe.training, **_given({"max_steps": options.max_steps, "seed": options.seed})),
         output=options.output if options.output is not None else recipe.output,
     )
@@ -124,6 +152,10 @@ def _run(options: argparse.Namespace, command: Sequence[str]) -> int:
         print(describe_plan(recipe, base, tokenizer, cache_layers=options.cache_layers, resume=options.resume))
         return 0
     try:
+        if options.preprocess_only:
+            responses = preprocess(recipe, base, tokenizer)
+            print(f"sequences: {len(responses)} in {recipe.output_folder() / 'responses.jsonl'}")
+            return 0
         adapter = make_adapter(
             recipe, base, tokenizer, cache_layers=options.cache_layers, resume=options.resume, command=command
         )

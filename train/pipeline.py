@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -17,9 +18,12 @@ from ..infer import Engine
 from ..recipes import DataRecipe, Recipe, default_exit_layers
 from .cache import StateCache
 from .cache_writer import extend_cache
+from .data_stage import Data, check_template, load_prompts, open_data, own_settings, prompt_settings, read_sequences
 from .evaluate import evaluate
-from .prompts import Prompt, fingerprint_prompts, is_held_out, read_prompts
+from .preview import show_sample
+from .prompts import Prompt, encode_prompt, fingerprint_prompts, is_held_out
 from .responses import Response, regenerate, response_order
+from .sequences import SequenceMaker, describe_progress
 from .split import split_sequences
 from .trainer import Trainer
 from .vocabulary import frequent_tokens
@@ -46,10 +50,21 @@ def make_adapter(
     folder.mkdir(parents=True, exist_ok=True)
     assert recipe.heads.exit_layers is not None
     with alone_in(folder):
-        responses = regenerate_responses(folder, base, tokenizer, recipe.data, seed=recipe.training.seed)
+        responses = prepare_responses(folder, base, tokenizer, recipe.data, seed=recipe.training.seed)
         layers = sorted({*recipe.heads.exit_layers, *cache_layers})
         cache = cache_states(folder, responses, base, layers, max_gb=recipe.data.max_cache_gb)
         return train_adapter(folder, cache, base, recipe, resume=resume, command=command)
+
+
+def preprocess(recipe: Recipe, base: PreTrainedModel, tokenizer: Any) -> list[Response]:
+    """The data stage alone: what heads would be trained and measured on, in `recipe.output_folder()`.
+
+    `make_adapter` goes on from there.
+    """
+    folder = recipe.output_folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    with alone_in(folder):
+        return prepare_responses(folder, base, tokenizer, recipe.data, seed=recipe.training.seed)
 
 
 @contextmanager
@@ -70,13 +85,49 @@ def resolve(recipe: Recipe, base: PreTrainedModel) -> Recipe:
     return replace(recipe, heads=replace(recipe.heads, exit_layers=exit_layers))
 
 
-def regenerate_responses(
-    folder: Path, base: PreTrainedModel, tokenizer: Any, data: DataRecipe, *, seed: int
+def prepare_responses(
+    folder: Path, base: PreTrainedModel, tokenizer: Any, recipe: DataRecipe, *, seed: int
 ) -> list[Response]:
-    """The responses of `folder/responses.jsonl`, made as far as they are missing."""
-    prompts = read_prompts(data.prompts_path())
-    check_split(prompts, data.held_out_fraction)
+    """The responses of `folder/responses.jsonl`: those of the data, or where it has none those of the base."""
+    data = open_data(recipe, folder)
+    print(f"data: {data.describe()}", file=sys.stderr)
+    check_template(data, tokenizer)
+    if not data.is_trained_on:
+        responses = regenerate_responses(folder, base, tokenizer, data, seed=seed)
+    else:
+        maker, settings = open_sequences(folder, base, tokenizer, data, seed=seed)
+        responses, progress = read_sequences(folder, data, maker, settings, num_tokens=recipe.num_tokens)
+        print(f"data: {describe_progress(progress, settings['max_length'])}", file=sys.stderr)
+    split_sequences(responses, recipe.held_out_fraction)
+    show_sample(responses[0], tokenizer, sys.stderr)
+    return responses
+
+
+def open_sequences(
+    folder: Path, base: PreTrainedModel, tokenizer: Any, data: Data, *, seed: int
+) -> tuple[SequenceMaker, dict[str, Any]]:
+    """What makes sequences of the data, and with which settings; ValueError where `folder` was begun with others."""
+    if (folder / "responses.json").exists():
+        raise ValueError(
+            f"{folder} was begun with responses of the base, now the data's own are to be trained on; "
+            "use another --output folder or --regenerate"
+        )
+    backbone = EarlyExitModel.from_configs(base, []).backbone
+    max_length = min(data.recipe.max_length, backbone.max_context)
+    settings = own_settings(data, tokenizer, max_length=max_length, seed=seed)
+    check_settings(folder / "data.json", settings)
+    return SequenceMaker(tokenizer, backbone.vocab_size, max_length), settings
+
+
+def regenerate_responses(
+    folder: Path, base: PreTrainedModel, tokenizer: Any, opened: Data, *, seed: int
+) -> list[Response]:
+    """The base's responses to the prompts of the data, made as far as they are missing."""
+    data = opened.recipe
+    check_settings(folder / "data.json", prompt_settings(opened))
     engine = make_engine(base, tokenizer, data)
+    prompts = load_prompts(folder, opened, engine, write=True)
+    check_split(prompts, data.held_out_fraction)
     render(engine, prompts)
     settings = response_settings(engine, prompts, data, seed=seed)
     path = folder / "responses.json"
@@ -142,7 +193,7 @@ def train_adapter(
     report = evaluate(model, cache, held_out, max_window=recipe.training.max_window, show_progress=True)
     record = run_record(command=command or ["hispec.train"], recipe=recipe.to_dict(), acceptance=report)
     record["num_training_responses"] = len(training)
-    record["num_training_tokens"] = sum(len(cache.sequences[index].token_ids) for index in training)
+    record["num_training_tokens"] = sum(cache.sequences[index].num_answer_tokens for index in training)
     save_adapter(model, folder / "adapter", run=record)
     return folder / "adapter"
 
@@ -184,7 +235,7 @@ def render(engine: Engine, prompts: Sequence[Prompt]) -> list[list[int]]:
     rendered = []
     for prompt in prompts:
         try:
-            rendered.append(engine.encode_turn(prompt.text))
+            rendered.append(encode_prompt(engine, prompt))
         except ValueError as error:
             raise ValueError(f"prompt {prompt.id!r}: {error}") from None
     return rendered
@@ -223,8 +274,8 @@ def fingerprint_tokenizer(engine: Engine, prompts: Sequence[Prompt]) -> str:
     Not of the rendered prompts: some templates write today's date.
     """
     digest = hashlib.sha256(json.dumps(getattr(engine.tokenizer, "chat_template", None)).encode())
-    for prompt in prompts:
-        digest.update(json.dumps(engine.encode(prompt.text)).encode())
+    for text in (prompt.text for prompt in prompts if prompt.text):
+        digest.update(json.dumps(engine.encode(text)).encode())
     return digest.hexdigest()[:16]
 
 
