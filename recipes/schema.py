@@ -82,7 +82,7 @@ class DataRecipe:
     regenerate: bool = False
     """Whether the base answers anew where the data holds responses; without any it always answers."""
     max_length: int = 2048
-    """Longest sequence of a data set, in tokens: a longer one loses the beginning of its prompt, or falls into pieces."""
+    """Longest sequence of a data set, in tokens; a longer one loses its prompt's beginning, or falls into pieces."""
     max_prompts: int = 20_000
     """Most rows of a data set that the base answers."""
 

@@ -188,8 +188,7 @@ def test_distances_matter_only_to_heads_with_committed_context(base, cache, tmp_
     make_trainer(with_context, cache, tmp_path).run()
     batch = cache.read(HELD_OUT, (0, 2), with_context.backbone)
     scores = [
-        hop_scores(with_context, batch, fixed_distance(batch.lengths, batch.spans, distance))
-        for distance in (1, 4)
+        hop_scores(with_context, batch, fixed_distance(batch.lengths, batch.spans, distance)) for distance in (1, 4)
     ]
     assert not torch.equal(scores[0]["0->target"], scores[1]["0->target"])
     report = evaluate(with_context, cache, HELD_OUT, max_window=8)

@@ -68,9 +68,7 @@ def tokenize_spans(
         ]
     else:
         # Not verbose: what is longer than the model's context is cut later, and that is said.
-        encoded = tokenizer(
-            text, add_special_tokens=add_special_tokens, return_offsets_mapping=True, verbose=False
-        )
+        encoded = tokenizer(text, add_special_tokens=add_special_tokens, return_offsets_mapping=True, verbose=False)
         token_ids, offsets = list(encoded["input_ids"]), _rising(encoded["offset_mapping"])
         starts, stops = [start for start, _ in offsets], [stop for _, stop in offsets]
         # A token over a border belongs to neither side: the model never meets it there.
@@ -85,8 +83,7 @@ class _Chat:
 
     def __init__(self, tokenizer: Any, turns: Sequence[dict[str, Any]], tools: list[Any] | None) -> None:
         self._tokenizer, self._turns, self._tools = tokenizer, turns, tools
-        added = (str(token) for token in tokenizer.added_tokens_decoder.values() if token.special)
-        self._ends = tuple({*filter(None, tokenizer.all_special_tokens), *added})
+        self._ends = tuple({*filter(None, tokenizer.all_special_tokens), *_special_tokens(tokenizer).values()})
 
     def render(self, num_turns: int, question: bool = False) -> str:
         text: str = self._tokenizer.apply_chat_template(
@@ -120,6 +117,11 @@ class _Chat:
         return stop or len(body), body[start:]
 
 
+def _special_tokens(tokenizer: Any) -> dict[int, str]:
+    """Those that templates write, of which `all_special_tokens` knows only the ones with a name."""
+    return {number: str(token) for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+
+
 def _template_tags(tokenizer: Any) -> set[str]:
     return set(re.findall(r"\{%-?\s*(\w+)", str(tokenizer.chat_template)))
 
@@ -130,7 +132,7 @@ def _read_marks(tokenizer: Any, turns: Sequence[dict[str, Any]], tools: list[Any
         list(turns), tools=tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
     )
     token_ids, mask = list(encoded["input_ids"]), [bool(value) for value in encoded["assistant_masks"]]
-    special = set(tokenizer.all_special_ids)
+    special = {*tokenizer.all_special_ids, *_special_tokens(tokenizer)}
     spans = []
     for start, stop in mask_spans(mask):
         # Templates differ in whether the mark holds the end of the turn; the model says it.

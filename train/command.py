@@ -52,8 +52,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--data",
         metavar="DATA",
-        help="prompts to answer, or responses to train on: a file (JSONL, JSON, Parquet, CSV, text), a folder, or a hub "
-        "data set (user/name[:config[:split]]) of messages, ShareGPT, Alpaca, prompt/completion, text or token ids",
+        help="prompts to answer, or responses to train on: a file (JSONL, JSON, Parquet, CSV, text), a folder, or a "
+        "hub data set (user/name[:config[:split]]) of messages, ShareGPT, Alpaca, prompt/completion, text or token ids",
     )
     parser.add_argument("--num-tokens", "--num_tokens", type=int, metavar="N", help="response tokens to train on")
     _add_data_flags(parser)

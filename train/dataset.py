@@ -164,7 +164,9 @@ def _read_list(file: IO[str], path: Path) -> Rows:
 
 def _as_row(row: object, where: str) -> dict[str, Any]:
     if not isinstance(row, dict):
-        raise ValueError(f'{where} is a JSON {type(row).__name__}; every row must be an object such as {{"text": "..."}}')
+        raise ValueError(
+            f'{where} is a JSON {type(row).__name__}; every row must be an object such as {{"text": "..."}}'
+        )
     return row
 
 

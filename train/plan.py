@@ -16,24 +16,29 @@ from ..infer import Engine, SamplingParams
 from ..recipes import Recipe
 from .cache import StateCache, bytes_per_token, cached_layers, wanted_columns
 from .cache_writer import check_sequences, extend_cache, num_fitting, open_index
+from .data_stage import check_template, load_prompts, open_data, prompt_settings, sample_sequences
 from .pipeline import (
     check_settings,
     check_split,
     make_engine,
     make_model,
+    open_sequences,
     order_responses,
     render,
     resolve,
     response_settings,
     training_settings,
 )
-from .prompts import Prompt, is_held_out, read_prompts
+from .prompts import Prompt, is_held_out
 from .responses import Response, read_beginning, read_responses
+from .sequences import read_made
 from .split import split_sequences
 from .trainer import Trainer
 
 NUM_PROBED = 16
 """Prompts that the probe reads."""
+NUM_SAMPLED = 64
+"""Rows of a data set from which the length of its sequences is told."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +67,16 @@ class Done:
     """Training steps to go on from."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Mean tokens of a sequence, as far as it is known before."""
+
+    prompt: float
+    """Only read."""
+    response: float
+    """Trained on."""
+
+
 def describe_plan(
     recipe: Recipe,
     base: PreTrainedModel,
@@ -76,19 +91,37 @@ def describe_plan(
     """
     recipe = resolve(recipe, base)
     assert recipe.heads.exit_layers is not None
-    prompts = read_prompts(recipe.data.prompts_path())
-    check_split(prompts, recipe.data.held_out_fraction)
+    folder, seed = recipe.output_folder(), recipe.training.seed
+    data = open_data(recipe.data, folder)
+    check_template(data, tokenizer)
     engine = make_engine(base, tokenizer, recipe.data)
-    rendered = render(engine, prompts)
     layers = sorted({*recipe.heads.exit_layers, *cache_layers})
     model = make_model(base, recipe, [])
+    prompts: list[Prompt] | None = None
+    if data.is_trained_on:
+        maker, _ = open_sequences(folder, base, tokenizer, data, seed=seed)
+        samples = sample_sequences(data, maker, NUM_SAMPLED)
+        num_answer_tokens = sum(sample.num_answer_tokens for sample in samples)
+        per_response = Shape(
+            prompt=(sum(sample.length for sample in samples) - num_answer_tokens) / len(samples),
+            response=num_answer_tokens / len(samples),
+        )
+        rendered = [[*sample.prompt_token_ids, *sample.token_ids] for sample in samples]
+        described = f"data       {data.describe()}"
+    else:
+        check_settings(folder / "data.json", prompt_settings(data))
+        prompts = load_prompts(folder, data, engine, write=False)
+        check_split(prompts, recipe.data.held_out_fraction)
+        rendered = render(engine, prompts)
+        per_response = Shape(prompt=sum(map(len, rendered)) / len(rendered), response=0.6 * recipe.data.max_new_tokens)
+        described = _describe_data(recipe, prompts)
     done = find_done(recipe, model, engine, prompts, layers, resume=resume)
-    rates = probe(recipe, base, engine, rendered, layers)
+    rates = probe(recipe, base, engine, rendered, layers, answer=not data.is_trained_on)
     lines = [
         _describe_base(recipe, base, model),
         *_describe_heads(model),
-        _describe_data(recipe, prompts),
-        *_describe_stages(recipe, model, rates, done, layers, sum(map(len, rendered)) / len(rendered)),
+        described,
+        *_describe_stages(recipe, model, rates, done, layers, per_response),
     ]
     return "\n".join(lines)
 
@@ -97,25 +130,29 @@ def find_done(
     recipe: Recipe,
     model: EarlyExitModel,
     engine: Engine,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[Prompt] | None,  # None where the data's own responses are trained on
     layers: Sequence[int],
     *,
     resume: bool,
 ) -> Done:
     """Look at the run's folder without writing; raises ValueError for what does not fit the recipe."""
     folder, data, seed = recipe.output_folder(), recipe.data, recipe.training.seed
-    check_settings(folder / "responses.json", response_settings(engine, prompts, data, seed=seed))
-    order = order_responses(prompts, data, seed=seed)
-    responses = read_beginning(folder / "responses.jsonl", order, data.num_tokens)
-    num_tokens = sum(len(response.token_ids) for response in responses)
-    made = [len(response.token_ids) for response in read_responses(folder / "responses.jsonl")]
+    made = [response.num_answer_tokens for response in read_responses(folder / "responses.jsonl")]
+    if prompts is None:
+        responses, is_whole = read_made(folder, data.num_tokens)
+    else:
+        check_settings(folder / "responses.json", response_settings(engine, prompts, data, seed=seed))
+        order = order_responses(prompts, data, seed=seed)
+        responses = read_beginning(folder / "responses.jsonl", order, data.num_tokens)
+        is_whole = len(made) == len(order)
+    num_tokens = sum(response.num_answer_tokens for response in responses)
     index = open_index(folder / "cache", model.backbone, fingerprint(model.base))
     if responses:
         all_layers = {*cached_layers(index["num_rows"]), *layers}
         responses = responses[: num_fitting(responses, sorted(all_layers), model.backbone, data.max_cache_gb)]
         check_sequences(folder / "cache", responses)
     num_training = None
-    if num_tokens >= data.num_tokens or len(made) == len(order):
+    if num_tokens >= data.num_tokens or is_whole:
         num_training = len(split_sequences(responses, data.held_out_fraction)[0])
     state = None
     if resume and any(True for _ in model.heads.parameters()):
@@ -134,17 +171,11 @@ def probe(
     engine: Engine,
     rendered: Sequence[list[int]],
     layers: Sequence[int],
+    *,
+    answer: bool,  # whether the base makes the responses
 ) -> Rates:
     """Run each stage on a few prompts and take the time."""
-    for token_ids in rendered[: recipe.data.batch_size]:
-        engine.add_request(token_ids, SamplingParams(max_new_tokens=8, ignore_eos=True))
-    seconds, num_tokens = [], 0
-    while engine.has_unfinished:
-        start = time.perf_counter()
-        num_tokens += sum(len(completion.token_ids) for completion in engine.step())
-        seconds.append(time.perf_counter() - start)
-    # The steps that read prompts in are the slowest; a response has far more of the others.
-    per_token = sorted(seconds)[len(seconds) // 4] / min(len(rendered), recipe.data.batch_size)
+    per_token = _probe_responses(engine, rendered[: recipe.data.batch_size]) if answer else 0.0
     # What follows needs no real responses, only rows: the later part of a prompt stands for one.
     samples = [
         Response(
@@ -171,7 +202,20 @@ def probe(
         )
         cached = num_rows / (time.perf_counter() - start)
         trained = _probe_training(recipe, base, cache, Path(folder))
-    return Rates(responses=1 / per_token, cached=cached, trained=trained)
+    return Rates(responses=1 / per_token if answer else float("inf"), cached=cached, trained=trained)
+
+
+def _probe_responses(engine: Engine, rendered: Sequence[list[int]]) -> float:
+    """Seconds a token."""
+    for token_ids in rendered:
+        engine.add_request(token_ids, SamplingParams(max_new_tokens=8, ignore_eos=True))
+    seconds = []
+    while engine.has_unfinished:
+        start = time.perf_counter()
+        engine.step()
+        seconds.append(time.perf_counter() - start)
+    # The steps that read prompts in are the slowest; a response has far more of the others.
+    return sorted(seconds)[len(seconds) // 4] / len(rendered)
 
 
 def _probe_training(recipe: Recipe, base: PreTrainedModel, cache: StateCache, folder: Path) -> float:
@@ -179,7 +223,7 @@ def _probe_training(recipe: Recipe, base: PreTrainedModel, cache: StateCache, fo
     if not any(True for _ in model.heads.parameters()):
         return float("inf")
     everything = list(range(len(cache.sequences)))
-    num_tokens = sum(len(sequence.token_ids) for sequence in cache.sequences)
+    num_tokens = sum(sequence.num_answer_tokens for sequence in cache.sequences)
     settings = replace(recipe.training, batch_tokens=num_tokens, num_epochs=2, max_steps=2)
     trainer = Trainer(model, cache, everything, everything, folder, **asdict(settings))
     trainer.step()
@@ -217,10 +261,10 @@ def _describe_data(recipe: Recipe, prompts: Sequence[Prompt]) -> str:
 
 
 def _describe_stages(
-    recipe: Recipe, model: EarlyExitModel, rates: Rates, done: Done, layers: Sequence[int], mean_prompt: float
+    recipe: Recipe, model: EarlyExitModel, rates: Rates, done: Done, layers: Sequence[int], shape: Shape
 ) -> list[str]:
     data, training = recipe.data, recipe.training
-    mean_response = 0.6 * data.max_new_tokens
+    mean_prompt, mean_response = shape.prompt, shape.response
     if done.num_responses:
         mean_response = done.num_response_tokens / done.num_responses
     num_rows = int(data.num_tokens * (1 + mean_prompt / mean_response))
@@ -238,9 +282,11 @@ def _describe_stages(
     weights = sum(p.numel() * p.element_size() for p in model.base.parameters())
     disk = num_rows * bytes_per_row + 2 * 12 * size + size * model.backbone.dtype.itemsize
     memory = weights + 16 * size + training.batch_tokens * 64 * model.backbone.hidden_size * len(model.heads)
+    made = f"{_time(left['responses'])} at {rates.responses:.0f} tokens/s"
+    if rates.responses == float("inf"):
+        made = "read from the data"
     return [
-        f"responses  {data.num_tokens} tokens, {done.num_response_tokens} done: {_time(left['responses'])} "
-        f"at {rates.responses:.0f} tokens/s",
+        f"responses  at most {data.num_tokens} tokens, {done.num_response_tokens} done: {made}",
         f"cache      about {num_rows} tokens, {done.num_cached} done: {_time(left['cache'])} "
         f"at {rates.cached:.0f} tokens/s",
         f"train      about {num_steps} steps of {training.batch_tokens} tokens, {done.num_steps} done: "

@@ -127,9 +127,7 @@ def fit_answers(
     if len(tokens.token_ids) <= max_length:
         return [tokens]
     room = max_length - num_lead - 1
-    parts = [
-        (place, min(stop, place + room)) for start, stop in tokens.spans for place in range(start, stop, room)
-    ]
+    parts = [(place, min(stop, place + room)) for start, stop in tokens.spans for place in range(start, stop, room)]
     groups: list[list[tuple[int, int]]] = []
     for part in parts:
         if groups and part[1] - groups[-1][0][0] <= room:
@@ -192,6 +190,13 @@ def extend_sequences(
         reasons = "; ".join(f"{count} {reason}" for reason, count in progress.dropped.items())
         raise ValueError(f"no row can be trained on: {reasons or 'there is none'}; give other data")
     return _beginning(sequences, num_tokens), progress
+
+
+def read_made(folder: Path, num_tokens: int) -> tuple[list[Response], bool]:
+    """The sequences that `folder` has, up to `num_tokens` answer tokens, and whether the data has no more."""
+    progress = Progress(**read_record(folder).get("progress", {}))
+    made = list(islice(read_responses(folder / "responses.jsonl"), progress.num_sequences))
+    return _beginning(made, num_tokens), progress.is_whole
 
 
 def read_record(folder: Path) -> dict[str, Any]:
