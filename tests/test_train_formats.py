@@ -74,9 +74,7 @@ def test_a_format_may_be_found_in_a_later_row():
 
 
 def test_wrong_columns_name_what_was_found_and_what_is_known():
-    with pytest.raises(
-        ValueError, match=r"has the columns label, image, which is no known format: .*ShareGPT"
-    ):
+    with pytest.raises(ValueError, match=r"has the columns label, image, which is no known format: .*ShareGPT"):
         find_format([{"label": 1, "image": "x"}])
     with pytest.raises(ValueError, match=r"has the columns \(none\)"):
         find_format([{}])
