@@ -2,11 +2,12 @@
 
 import json
 import random
+import sys
 
 import pytest
 
 from hispec.checkpoints import load_adapter
-from hispec.train import data_stage, sequences
+from hispec.train import data_stage, dataset, sequences
 from hispec.train.command import main
 from hispec.train.responses import read_responses
 
@@ -218,3 +219,21 @@ def test_a_plan_leaves_nothing(run, tmp_path, capsys, flags):
     assert run(data, *flags, "--dry-run") == 0
     lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
     assert all(", 0 done" not in lines[stage] for stage in ("responses", "cache", "train"))
+
+
+def test_a_hub_set_that_was_read_needs_no_network_again(run, monkeypatch, capsys):
+    class Hub:
+        def load_dataset(self, *args, **options):
+            return {"train": [{"messages": messages} for messages in conversations()]}
+
+    def unreachable(*args, **options):
+        raise ConnectionError
+
+    with monkeypatch.context() as patched:
+        patched.setitem(sys.modules, "datasets", Hub())
+        patched.setattr(dataset, "snapshot_download", lambda *args, **options: None)
+        assert run("user/name:config", "--preprocess-only") == 0
+    monkeypatch.setattr(dataset, "snapshot_download", unreachable)
+    assert run("user/name:config", "--preprocess-only") == 0
+    assert run("user/name:config", "--num-tokens", 10**6, "--preprocess-only") == 2
+    assert "the hub cannot be reached" in capsys.readouterr().err

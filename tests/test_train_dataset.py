@@ -1,6 +1,7 @@
 """Rows of every kind of file, one by one and without a network."""
 
 import gzip
+import io
 import json
 import sys
 
@@ -63,14 +64,33 @@ def test_folders_patterns_and_saved_sets(tmp_path):
     assert rows_of(tmp_path / "one") == ROWS
 
 
+class Counting(io.StringIO):
+    """A file that counts the characters that were read."""
+
+    num_read = 0
+
+    def read(self, size=-1):
+        text = super().read(size)
+        self.num_read += len(text)
+        return text
+
+    def __next__(self):
+        line = super().__next__()
+        self.num_read += len(line)
+        return line
+
+
 @pytest.mark.parametrize("name", ["data.jsonl", "data-list.json"])
-def test_rows_come_before_the_rest_is_read(tmp_path, name):
-    """The first row of a huge file comes at once: what stands broken behind a megabyte is not met."""
+def test_rows_come_before_the_rest_is_read(tmp_path, monkeypatch, name):
+    """The first row of a huge file comes at once, and what is broken behind a megabyte is named when it is met."""
     path = tmp_path / name
     rows = [json.dumps({"text": "x" * 1000}) for _ in range(1500)]
     path.write_text("[" + ",".join([*rows, "{"]) if "list" in name else "\n".join([*rows, "{"]))
+    file = Counting(path.read_text())
+    monkeypatch.setattr(dataset, "_open_text", lambda path: file)
     found = find_source(str(path)).rows()
     assert next(found)[1] == {"text": "x" * 1000}
+    assert file.num_read < 100_000
     with pytest.raises(ValueError, match=rf"{name} (line|item) 1501 is not JSON"):
         list(found)
 
@@ -139,6 +159,20 @@ def test_a_hub_id_names_config_split_and_revision(monkeypatch):
         rows_of("u/d:c:dev")
     with pytest.raises(ValueError, match=r"'u/d' cannot be read \(BuilderConfig 'none' not found. Available"):
         rows_of("u/d:none")
+
+
+def test_hub_rows_are_streamed(monkeypatch):
+    numbers = iter(range(10**9))
+
+    class Endless:
+        def load_dataset(self, *args, **options):
+            return {"train": ({"text": str(number)} for number in numbers)}
+
+    monkeypatch.setitem(sys.modules, "datasets", Endless())
+    monkeypatch.setattr(dataset, "snapshot_download", lambda *args, **options: None)
+    rows = find_source("u/d").rows()
+    assert [next(rows)[1]["text"] for _ in range(3)] == ["0", "1", "2"]
+    assert next(numbers) == 3
 
 
 def test_a_hub_that_cannot_be_reached_is_one_sentence(monkeypatch):
