@@ -64,7 +64,7 @@ class PagedAttention:
         self._slots = _slots(spans, kv_cache.block_size, device)
         self._new_blocks = _new_blocks(spans, kv_cache.block_size, device)
         self._layout = varlen_layout(spans, kv_cache.block_size, device) if by_varlen else None
-        self._masks: dict[tuple[int, int | None, int], Tensor] = {}
+        self._masks: dict[tuple[int, int | None, int, torch.dtype], Tensor] = {}
 
     def __call__(
         self,
@@ -114,7 +114,9 @@ class PagedAttention:
         # The heads that share a key head are folded into its queries: no key is repeated.
         groups = num_heads // num_kv_heads
         folded = query.reshape(num_seqs, num_kv_heads, groups * num_queries, -1)
-        mask = self._mask(index, window, groups, num_keys)
+        # Scaled dot products take what they add to the scores: given a mask, they would make that anew at every layer.
+        dtype = query.dtype if softcap is None and not self._is_exact else torch.bool
+        mask = self._mask(index, window, groups, num_keys, dtype)
         if self._is_exact:
             output = exact_attention(folded, keys, values, mask, scaling=scaling, softcap=softcap)
         elif softcap is None:
@@ -123,12 +125,14 @@ class PagedAttention:
             output = capped_attention(folded, keys, values, mask, scaling=scaling, softcap=softcap)
         return output.reshape(num_seqs, num_heads, num_queries, -1).transpose(1, 2)
 
-    def _mask(self, index: int, window: int | None, groups: int, num_keys: int) -> Tensor | None:  # [B, 1, G * Q, S]
+    def _mask(
+        self, index: int, window: int | None, groups: int, num_keys: int, dtype: torch.dtype
+    ) -> Tensor | None:  # [B, 1, G * Q, S], True where a query sees a key; of a floating dtype 0 there, elsewhere -inf
         group = self._groups[index]
         is_whole = len(group.spans) == 1 and num_keys == group.spans[0].stop
         if is_whole and group.num_queries == 1 and (window is None or num_keys <= window):
             return None
-        if (index, window, groups) not in self._masks:
+        if (index, window, groups, dtype) not in self._masks:
             starts = torch.tensor([span.start for span in group.spans], device=self._device)[:, None, None]
             stops = torch.tensor([span.stop for span in group.spans], device=self._device)[:, None, None]
             places = torch.arange(group.num_queries, device=self._device)[:, None]
@@ -137,8 +141,11 @@ class PagedAttention:
             mask = key_positions <= query_positions
             if window is not None:
                 mask &= key_positions > query_positions - window
-            self._masks[index, window, groups] = mask.repeat(1, groups, 1).unsqueeze(1)
-        return self._masks[index, window, groups]
+            mask = mask.repeat(1, groups, 1).unsqueeze(1)
+            if dtype != torch.bool:
+                mask = torch.zeros(mask.shape, dtype=dtype, device=self._device).masked_fill_(~mask, -torch.inf)
+            self._masks[index, window, groups, dtype] = mask
+        return self._masks[index, window, groups, dtype]
 
 
 @torch.inference_mode()

@@ -14,7 +14,7 @@ from hispec.infer.hierarchy import Hierarchy
 from hispec.infer.logits_processor import LogitsProcessor
 from hispec.infer.sampling import to_probs
 
-from .models import build_base, build_heads
+from .models import build_base, build_heads, shallow
 
 VOCAB, LENGTH, NUM_SAMPLES = 5, 4, 4500
 ALPHA, MAX_VARIATION = 1e-4, 1.35
@@ -143,6 +143,27 @@ def test_the_loop_has_the_distribution_of_the_base(model, method, name, seeded):
         if name != "draft" and method != "autoregressive":
             assert level.num_drafted
             assert 0.05 < level.acceptance_rate < 0.95
+
+
+@pytest.mark.parametrize("seeded", [False, True], ids=["rejection", "coupled"])
+@pytest.mark.parametrize(
+    ("factor", "lowest", "highest"),
+    [(1.0, 1.0, 1.0), (-1.0, 0.0, 0.0), (40.0, 0.1, 0.9)],
+    ids=["equal", "disjoint", "one-hot"],
+)
+def test_heads_at_the_extremes_change_no_distribution(factor, lowest, highest, seeded):
+    """Heads that say what the target says, that say only what it never says, and that are sure of one token."""
+    base = build_base("llama", vocab_size=VOCAB, num_hidden_layers=3, hidden_size=16, tie_word_embeddings=False)
+    with torch.no_grad():
+        base.lm_head.weight.mul_(0.6)
+    model = build_heads(shallow(base, 1), "good", (1, 2), head="norm")
+    for head in model.heads:
+        head.register_forward_hook(lambda module, arguments, state: state * factor)
+    # Of five tokens the two likeliest: by negated logits these are two others.
+    sampling = {"temperature": 1.0, "top_k": 2}
+    counts, engine = sample(model, sampling, seeded=seeded, num_samples=NUM_SAMPLES // 3)
+    assert is_lossless(model, counts, sampling), deviations(model, counts, sampling)
+    assert lowest <= engine.stats.levels["target"].acceptance_rate <= highest
 
 
 def no_residual(draft_ids, draft_probs, target_probs, num_drafted, uniforms):

@@ -4,7 +4,6 @@ import math
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,8 @@ from ..heads import EarlyExitModel
 from .cache import Batch, StateCache
 from .curve import Curve
 from .evaluate import evaluate
-from .exit_states import batch_context, exit_state, head_logits
-from .loss import LOSSES, chunked_loss
+from .exit_losses import ExitLosses
+from .loss import LOSSES
 from .split import plan_batches
 from .windows import random_windows
 
@@ -58,7 +57,7 @@ class Trainer:
         self.model, self.cache = model, cache
         self.checkpoints, self.settings = folder / "checkpoints", dict(settings or {})
         self.held_out = held_out
-        self.loss = LOSSES[loss]
+        self.losses = ExitLosses(model, LOSSES[loss])
         self.learning_rate, self.warmup_steps = learning_rate, warmup_steps
         self.max_window, self.seed = max_window, seed
         self.eval_interval, self.checkpoint_interval = eval_interval, checkpoint_interval
@@ -127,24 +126,11 @@ class Trainer:
 
     def _backward(self, batch: Batch) -> dict[str, float]:
         windows = random_windows(batch.lengths, batch.spans, self.max_window, self.seed + self.num_steps)
-        context = batch_context(batch, windows)
-        final, log_normaliser = batch.final[batch.loss_rows], batch.log_normaliser[batch.loss_rows]
-        losses = {}
-        for index, exit_layer in enumerate(self.model.exit_layers):
-            state = exit_state(self.model, index, batch, context)
-            total = chunked_loss(
-                state,
-                final,
-                log_normaliser,
-                loss=self.loss,
-                to_logits=partial(head_logits, self.model, index),
-            )
-            mean = total / max(1, len(batch.loss_rows))
-            # A shared head has nothing to train, but its loss is shown beside those of the others.
-            if mean.requires_grad:
-                mean.backward()
-            losses[str(exit_layer)] = mean.item()
-        return losses
+        means = [total / max(1, len(batch.loss_rows)) for total in self.losses(batch, windows)]
+        # A shared head has nothing to train, but its loss is shown beside those of the others.
+        if trained := [mean for mean in means if mean.requires_grad]:
+            sum(trained).backward()
+        return {str(exit_layer): mean.item() for exit_layer, mean in zip(self.model.exit_layers, means, strict=True)}
 
     def _evaluate_if_due(self) -> None:
         is_due = self.num_steps % self.eval_interval == 0 or self.num_steps == len(self.batches)
