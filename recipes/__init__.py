@@ -1,5 +1,6 @@
 """What to run: one recipe per model family."""
 
+from .loss_mixture import LossName, parse_loss
 from .schema import (
     DataRecipe,
     HeadsRecipe,
@@ -16,12 +17,14 @@ from .schema import (
 __all__ = [
     "DataRecipe",
     "HeadsRecipe",
+    "LossName",
     "ModelRecipe",
     "Recipe",
     "TrainingRecipe",
     "default_exit_layers",
     "list_recipes",
     "load_recipe",
+    "parse_loss",
     "recipe_from_dict",
     "resolve_model",
 ]

@@ -9,9 +9,8 @@ from typing import Any, Literal
 import yaml
 
 from ..heads import ExitHeadConfig, HeadKind, check_exit_layers, head_kinds
+from .loss_mixture import parse_loss
 from .plain_values import parse
-
-LossName = Literal["forward_kl", "total_variation"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +84,8 @@ class DataRecipe:
     """Longest sequence of a data set, in tokens; a longer one loses its prompt's beginning, or falls into pieces."""
     max_prompts: int = 20_000
     """Most rows of a data set that the base answers."""
+    states: Literal["cached", "online"] = "cached"
+    """Whether the base's hidden states are read once and kept on disk, or computed anew in every step."""
 
     def __post_init__(self) -> None:
         _check_range("data.num_sampled", self.num_sampled, 0)
@@ -115,8 +116,13 @@ class DataRecipe:
 class TrainingRecipe:
     """How the heads are trained."""
 
-    loss: LossName = "forward_kl"
-    """Divergence from the base's own distribution to the head's."""
+    loss: str = "forward_kl"
+    """How far a head is from the base: a name, or a weighted sum of names; see `parse_loss`."""
+    exit_weights: tuple[float, ...] | None = None
+    """Factor of each exit's loss; None is 1 for all. Heads share no weights and AdamW divides by the gradient's size,
+    so that a factor changes little but how soon a gradient is clipped."""
+    against: float | None = None
+    """Weight of the same loss of an exit against the next deeper one, its first verifier; None leaves it out."""
     learning_rate: float = 5e-4
     """Peak learning rate of AdamW."""
     warmup_steps: int = 50
@@ -125,6 +131,8 @@ class TrainingRecipe:
     """AdamW's weight decay, on matrices."""
     batch_tokens: int = 2048
     """Response tokens per step."""
+    accumulation_steps: int = 1
+    """Parts that a step's sequences are read in, one after the other: less memory, the same gradient."""
     num_epochs: int = 3
     """Times that every cached token is trained on."""
     max_steps: int | None = None
@@ -139,6 +147,15 @@ class TrainingRecipe:
     """Seed of sampling, of the order of the data and of the windows."""
 
     def __post_init__(self) -> None:
+        try:
+            parse_loss(self.loss)
+        except ValueError as error:
+            raise ValueError(f"training.loss: {error}") from None
+        for place, weight in enumerate(self.exit_weights or ()):
+            _check_range(f"training.exit_weights[{place}]", weight, 0, above=True)
+        if self.against is not None:
+            _check_range("training.against", self.against, 0, above=True)
+        _check_range("training.accumulation_steps", self.accumulation_steps, 1)
         _check_range("training.learning_rate", self.learning_rate, 0, above=True)
         for name in ("warmup_steps", "weight_decay", "seed"):
             _check_range(f"training.{name}", getattr(self, name), 0)
@@ -146,6 +163,18 @@ class TrainingRecipe:
             _check_range(f"training.{name}", getattr(self, name), 1)
         if self.max_steps is not None:
             _check_range("training.max_steps", self.max_steps, 1)
+
+    def check_exits(self, num_exits: int) -> None:
+        """Raise ValueError for what cannot be with so many exits."""
+        if self.exit_weights is not None and len(self.exit_weights) != num_exits:
+            raise ValueError(
+                f"training.exit_weights has {len(self.exit_weights)} weights for {num_exits} exit layers; "
+                "give one for each, or none"
+            )
+        if self.against is not None and num_exits < 2:
+            raise ValueError(
+                f"training.against is {self.against}, but there is one exit and none deeper; set it to null"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,6 +193,10 @@ class Recipe:
     """How they are trained."""
     output: str | None = None
     """Folder of the run; None is `runs/<name>`."""
+
+    def __post_init__(self) -> None:
+        if self.heads.exit_layers is not None:
+            self.training.check_exits(len(self.heads.exit_layers))
 
     def output_folder(self) -> Path:
         """The folder of the run."""

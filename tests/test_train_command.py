@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 from filelock import FileLock
+from safetensors.torch import load_file
 
 from hispec.checkpoints import load_adapter
 from hispec.infer import Engine, SamplingParams
@@ -94,6 +95,20 @@ def test_from_nothing_to_an_adapter_that_generates(recipe_file, base, tmp_path, 
     with torch.no_grad():
         expected = base.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=20, do_sample=False)
     assert ids == expected[0, 3:].tolist()
+
+
+def test_online_states_give_the_heads_of_cached_ones_and_leave_no_cache(recipe_file, whole, tmp_path, capsys):
+    assert run(recipe_file, tmp_path, "--online", "--dry-run") == 0
+    assert "cache      none" in capsys.readouterr().out
+    assert run(recipe_file, tmp_path, "--online") == 0
+    assert not (tmp_path / "cache").exists()
+    online, cached = (load_file(folder / "adapter" / "adapter_model.safetensors") for folder in (tmp_path, whole))
+    assert online.keys() == cached.keys()
+    for name, tensor in online.items():
+        # AdamW's first steps take the sign of the gradient, and rounding can turn it where it is about 0.
+        assert (tensor.float() - cached[name].float()).abs().mean() < 1e-4, name
+    assert run(recipe_file, tmp_path / "more", "--online", "--cache-layers", "3") == 2
+    assert "leave out --cache-layers or --online" in capsys.readouterr().err
 
 
 def test_the_same_command_again_does_nothing_twice(recipe_file, tmp_path, capsys):

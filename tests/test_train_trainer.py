@@ -1,17 +1,20 @@
 """Training heads from the cache: it learns, it resumes bit for bit, it leaves the base alone."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
 from hispec.checkpoints import fingerprint
 from hispec.heads import DenseAttention, EarlyExitModel, ExitHeadConfig
-from hispec.train import StateCache, Trainer, evaluate, frequent_tokens
+from hispec.train import OnlineStates, StateCache, Trainer, evaluate, frequent_tokens
 from hispec.train import trainer as trainer_module
+from hispec.train.cache import num_loss_rows
 from hispec.train.cache_writer import extend_cache
 from hispec.train.curve import Curve
 from hispec.train.evaluate import hop_scores
+from hispec.train.split import split_evenly
 from hispec.train.trainer import learning_rate_at
 from hispec.train.windows import fixed_distance, random_windows
 
@@ -147,8 +150,70 @@ def test_loss_that_is_not_finite_stops_and_names_the_step(base, cache, tmp_path)
     trainer.step()
     with torch.no_grad():
         model.heads[1].norm.weight.fill_(float("nan"))
-    with pytest.raises(ValueError, match=r"at step 2 the loss of exit 2 is nan"):
+    named = ", ".join(f"{cache.sequences[i].prompt_id}/{cache.sequences[i].sample}" for i in trainer.batches[1])
+    with pytest.raises(ValueError, match=rf"at step 2 the loss of exit 2 is nan .* on the responses {named} \("):
         trainer.step()
+
+
+def test_last_good_checkpoint_outlives_a_loss_that_is_not_finite(base, cache, tmp_path):
+    model = make_model(base)
+    trainer = make_trainer(model, cache, tmp_path, checkpoint_interval=1)
+    before = []
+
+    def poisoned(step=trainer.step):
+        if trainer.num_steps == 2:
+            before.append(head_bytes(model))
+            model.heads[0].norm.weight.data.fill_(float("nan"))
+        return step()
+
+    trainer.step = poisoned
+    with pytest.raises(ValueError, match="at step 3"):
+        trainer.run()
+    resumed = make_model(base)
+    assert make_trainer(resumed, cache, tmp_path).num_steps == 2
+    assert equal(head_bytes(resumed), before[0])
+
+
+@pytest.mark.parametrize("num_parts", [2, 3, 50])
+def test_accumulated_gradient_is_that_of_the_whole_batch(base, tmp_path, num_parts):
+    """Parts of unequal numbers of tokens; the one of a single token has nothing to learn from."""
+    responses = random_responses()
+    responses[4] = replace(responses[4], token_ids=responses[4].token_ids[:1])
+    whole, parts = make_model(base), make_model(base)
+    losses = []
+    for model, num in ((whole, 1), (parts, num_parts)):
+        options = {"loss": "forward_kl + acceptance_length", "accumulation_steps": num}
+        trainer = make_trainer(model, OnlineStates(responses), tmp_path, **options)
+        losses.append(trainer._backward(list(range(9))))
+    assert losses[0] == pytest.approx(losses[1])
+    for first, second in zip(whole.heads.parameters(), parts.heads.parameters(), strict=True):
+        torch.testing.assert_close(first.grad, second.grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 3, 9])
+@pytest.mark.parametrize("lengths", [[5], [1, 1, 1, 1], [100, 1, 1, 1], [1, 1, 1, 100], [3, 9, 2, 7, 5, 5, 8]])
+def test_parts_are_about_equal_and_hold_every_sequence_once(lengths, num_parts):
+    parts = split_evenly(lengths, num_parts)
+    assert [place for part in parts for place in range(len(lengths))[part]] == list(range(len(lengths)))
+    sizes = [sum(lengths[part]) for part in parts]
+    assert all(sizes)
+    assert len(parts) <= num_parts
+    assert max(sizes) < sum(lengths) / num_parts + max(lengths)
+
+
+def test_batches_without_a_token_to_learn_from_are_left_out_and_counted(base, tmp_path, capsys):
+    responses = [replace(r, token_ids=r.token_ids[: 1 if i % 4 else 24]) for i, r in enumerate(random_responses())]
+    backbone = EarlyExitModel.from_configs(base, []).backbone
+    cache = extend_cache(tmp_path / "cache", responses, backbone, [2], fingerprint=fingerprint(base))
+    model = make_model(base)
+    empty = [index for index in TRAINING if num_loss_rows(responses[index]) == 0]
+    trainer = make_trainer(model, cache, tmp_path, batch_tokens=1, num_epochs=1, max_steps=None)
+    assert sorted(index for batch in trainer.batches for index in batch) == sorted(set(TRAINING) - set(empty))
+    assert f"{len(empty)} of 16 batches have no token to learn from" in capsys.readouterr().err
+    trainer.run()
+    assert all(tensor.isfinite().all() for tensor in head_bytes(model).values())
+    with pytest.raises(ValueError, match="no training response has a token to learn from"):
+        Trainer(model, cache, empty, HELD_OUT, tmp_path)
 
 
 def test_a_head_learns_the_same_alone_and_beside_another(base, cache, tmp_path):

@@ -2,7 +2,7 @@
 
 import torch
 
-from hispec.train.windows import fixed_distance, gather_context, random_windows
+from hispec.train.windows import fixed_distance, gather_context, random_windows, window_starts
 
 LENGTHS, NUM_PROMPTS = [30, 5, 1, 9], [4, 5, 1, 1]
 SPANS = [[(4, 30)], [(5, 5)], [(1, 1)], [(1, 9)]]
@@ -58,3 +58,11 @@ def test_context_is_gathered_within_each_sequence():
         rows = [final[start + min(row - 1, 2), 0].item() if row else 0.0 for row in range(length)]
         assert context[start : start + length].tolist() == rows
         start += length
+
+
+def test_a_window_starts_behind_the_newest_known_row_of_its_sequence():
+    known = random_windows(LENGTHS, SPANS, 3, 0)
+    starts = window_starts(torch.cat([torch.arange(length) for length in LENGTHS]), known)
+    before = torch.tensor(LENGTHS).cumsum(0) - torch.tensor(LENGTHS)
+    assert torch.equal(starts, before.repeat_interleave(torch.tensor(LENGTHS)) + known + 1)
+    assert all(starts[start] == start for start in starts.tolist())

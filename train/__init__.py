@@ -2,6 +2,7 @@
 
 from .cache import StateCache
 from .evaluate import evaluate
+from .online import OnlineStates
 from .pipeline import make_adapter, preprocess, train_adapter
 from .plan import describe_plan
 from .report import describe_acceptance
@@ -11,6 +12,7 @@ from .trainer import Trainer
 from .vocabulary import frequent_tokens
 
 __all__ = [
+    "OnlineStates",
     "Response",
     "StateCache",
     "Trainer",

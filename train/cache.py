@@ -8,7 +8,7 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -50,6 +50,15 @@ class Batch:
         return [sum(max(0, stop - start - 1) for start, stop in answers) for answers in self.spans]
 
 
+class StateSource(Protocol):
+    """Where the states of the base come from: a `StateCache`, or `OnlineStates`."""
+
+    sequences: list[Response]
+
+    def read(self, indices: Sequence[int], exit_layers: Sequence[int], backbone: Backbone) -> Batch:
+        """The sequences at `indices`, with the hidden states of `exit_layers`."""
+
+
 class StateCache:
     """The cached columns of a folder that `extend_cache` made, with the sequences that all of them have."""
 
@@ -83,32 +92,12 @@ class StateCache:
     def read(self, indices: Sequence[int], exit_layers: Sequence[int], backbone: Backbone) -> Batch:
         """The sequences at `indices`, with the hidden states of `exit_layers`; layer 0 is embedded anew."""
         sequences = [self.sequences[index] for index in indices]
-        lengths = [sequence.length for sequence in sequences]
-        spans = [sequence.spans for sequence in sequences]
         rows = [
-            slice(self._starts[index], self._starts[index] + length)
-            for index, length in zip(indices, lengths, strict=True)
+            slice(self._starts[index], self._starts[index] + sequence.length)
+            for index, sequence in zip(indices, sequences, strict=True)
         ]
-        device = backbone.device
-        positions = pack_positions(lengths).to(device)
-        hidden = {}
-        for exit_layer in exit_layers:
-            if exit_layer == 0:
-                with torch.no_grad():
-                    hidden[0] = backbone.embed(pack_token_ids(sequences).to(device), positions)
-            else:
-                hidden[exit_layer] = self._gather(layer_column(exit_layer), rows).to(device).unsqueeze(0)
-        return Batch(
-            lengths=lengths,
-            spans=spans,
-            kinds=[sequence.kind for sequence in sequences],
-            positions=positions,
-            hidden=hidden,
-            final=self._gather(FINAL, rows).to(device),
-            log_normaliser=self._gather(LOG_NORMALISER, rows).to(device),
-            top_token=self._gather(TOP_TOKEN, rows).to(device, torch.int64),
-            loss_rows=pack_loss_rows(lengths, spans).to(device),
-        )
+        columns = {name: self._gather(name, rows).to(backbone.device) for name in wanted_columns(exit_layers)}
+        return make_batch(sequences, columns, exit_layers, backbone)
 
     def _gather(self, name: str, rows: Sequence[slice]) -> Tensor:
         self._check_has(name, self._columns)
@@ -120,6 +109,36 @@ class StateCache:
         if name not in columns:
             have = ", ".join(map(str, self.exit_layers))
             raise ValueError(f"the cache {self.folder} has exit layers {have}, but no {name}; extend it first")
+
+
+def make_batch(
+    sequences: Sequence[Response],
+    columns: Mapping[str, Tensor],  # those of `wanted_columns`, on the backbone's device
+    exit_layers: Sequence[int],
+    backbone: Backbone,
+) -> Batch:
+    """Sequences with the base's states; layer 0 is embedded anew."""
+    lengths = [sequence.length for sequence in sequences]
+    spans = [sequence.spans for sequence in sequences]
+    positions = pack_positions(lengths).to(backbone.device)
+    hidden = {}
+    for exit_layer in exit_layers:
+        if exit_layer == 0:
+            with torch.no_grad():
+                hidden[0] = backbone.embed(pack_token_ids(sequences).to(backbone.device), positions)
+        else:
+            hidden[exit_layer] = columns[layer_column(exit_layer)].unsqueeze(0)
+    return Batch(
+        lengths=lengths,
+        spans=spans,
+        kinds=[sequence.kind for sequence in sequences],
+        positions=positions,
+        hidden=hidden,
+        final=columns[FINAL],
+        log_normaliser=columns[LOG_NORMALISER],
+        top_token=columns[TOP_TOKEN].long(),
+        loss_rows=pack_loss_rows(lengths, spans).to(backbone.device),
+    )
 
 
 def bytes_per_token(backbone: Backbone, exit_layers: Sequence[int]) -> int:
@@ -191,6 +210,11 @@ def pack_loss_rows(
         parts += [torch.arange(before + start, before + max(start, stop - 1)) for start, stop in answers]
         before += length
     return torch.cat(parts)
+
+
+def num_loss_rows(sequence: Response) -> int:
+    """How many rows of a sequence `pack_loss_rows` takes."""
+    return sum(max(0, stop - start - 1) for start, stop in sequence.spans)
 
 
 def _map_column(folder: Path, name: str, num_rows: int, dtype: torch.dtype, hidden_size: int) -> np.ndarray:

@@ -16,22 +16,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ..checkpoints import write_atomically
-from ..heads import Backbone, DenseAttention
-from .cache import (
-    FINAL,
-    FORMAT,
-    LOG_NORMALISER,
-    TOP_TOKEN,
-    StateCache,
-    bytes_per_token,
-    cached_layers,
-    layer_column,
-    pack_loss_rows,
-    pack_positions,
-    pack_token_ids,
-    read_index,
-    wanted_columns,
-)
+from ..heads import Backbone
+from .base_states import base_states
+from .cache import FORMAT, StateCache, bytes_per_token, cached_layers, read_index, wanted_columns
 from .responses import Response, read_responses, write_responses
 
 
@@ -79,34 +66,10 @@ def extend_cache(
     return StateCache(folder, exit_layers, len(responses))
 
 
-@torch.inference_mode()
 def _compute(backbone: Backbone, batch: Sequence[Response], missing: set[str]) -> Iterator[tuple[str, np.ndarray]]:
-    """The missing columns of one batch, in one pass that goes no deeper than it must."""
-    lengths = [response.length for response in batch]
-    device = backbone.device
-    positions = pack_positions(lengths).to(device)
-    attend = DenseAttention(lengths)
-    hidden = backbone.embed(pack_token_ids(batch).to(device), positions)
-    depth = 0
-    for layer in sorted(cached_layers(list(missing))):
-        hidden = backbone.run_layers(hidden, depth, layer, positions, attend)
-        depth = layer
-        yield layer_column(layer), _to_bits(hidden[0])
-    if missing.isdisjoint({FINAL, LOG_NORMALISER, TOP_TOKEN}):
-        return
-    hidden = backbone.run_layers(hidden, depth, backbone.num_layers, positions, attend)
-    final = backbone.final_norm(hidden)[0]
-    yield FINAL, _to_bits(final)
-    rows = pack_loss_rows(lengths, [response.spans for response in batch]).to(device)
-    log_normaliser = torch.zeros(len(final), device=device)
-    top_token = torch.zeros(len(final), dtype=torch.int32, device=device)
-    for chunk in rows.split(256):
-        # float32 before the sum: a normaliser in bfloat16 would be off by some percent.
-        logits = backbone.logits(final[chunk]).float()
-        log_normaliser[chunk] = logits.logsumexp(-1)
-        top_token[chunk] = logits.argmax(-1).int()
-    yield LOG_NORMALISER, log_normaliser.cpu().numpy()
-    yield TOP_TOKEN, top_token.cpu().numpy()
+    """The missing columns of one batch, as they are written."""
+    for name, values in base_states(backbone, batch, missing):
+        yield name, _to_bits(values)
 
 
 def _pack(responses: Sequence[Response], batch_tokens: int) -> Iterator[list[Response]]:
@@ -145,9 +108,9 @@ def check_sequences(folder: Path, responses: Sequence[Response]) -> int:
     return len(cached)
 
 
-def _to_bits(states: Tensor) -> np.ndarray:  # [T, D] -> [T, D]
-    states = states.contiguous().cpu()
-    return states.numpy() if states.dtype == torch.float32 else states.view(torch.int16).numpy()
+def _to_bits(values: Tensor) -> np.ndarray:  # [T, D] or [T], the same out
+    values = values.contiguous().cpu()
+    return (values.view(torch.int16) if values.dtype.itemsize == 2 else values).numpy()
 
 
 def _write_rows(path: Path, start: int, values: np.ndarray) -> None:

@@ -68,6 +68,11 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="N,N",
         help="further exit layers to cache, for heads that are trained later",
     )
+    parser.add_argument(
+        "--online",
+        action=argparse.BooleanOptionalAction,
+        help="compute the base's hidden states anew in every step in place of caching them: no disk, but slower",
+    )
     parser.add_argument("--output", metavar="FOLDER", help="folder of the run (default: runs/NAME)")
     parser.add_argument(
         "--resume",
@@ -135,6 +140,7 @@ def resolve_recipe(options: argparse.Namespace) -> Recipe:
         # Named after its model, so that it does not go into the folder of the recipe's own runs.
         recipe = recipe if other.model == recipe.model else replace(recipe, name=other.name, model=other.model)
     size = options.draft_vocab_size
+    states = None if options.online is None else "online" if options.online else "cached"
     heads = {
         "exit_layers": options.exit_layers,
         "kinds": options.head,
@@ -146,7 +152,7 @@ def resolve_recipe(options: argparse.Namespace) -> Recipe:
         heads=replace(recipe.heads, **{**_given(heads), **({"draft_vocab_size": None} if size == 0 else {})}),
         data=replace(
             recipe.data,
-            **_given({"prompts": options.data, "num_tokens": options.num_tokens}),
+            **_given({"prompts": options.data, "num_tokens": options.num_tokens, "states": states}),
             **_given({"regenerate": options.regenerate, "max_length": options.max_length}),
         ),
         training=replace(recipe.training, **_given({"max_steps": options.max_steps, "seed": options.seed})),

@@ -13,7 +13,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ..heads import EarlyExitModel
-from .cache import Batch, StateCache
+from .cache import Batch, StateSource
 from .exit_states import batch_context, exit_state, head_logits
 from .tally import Calibration, Chains, Means
 from .windows import fixed_distance, random_windows
@@ -32,7 +32,7 @@ class Scores(NamedTuple):
 
 def evaluate(
     model: EarlyExitModel,
-    cache: StateCache,
+    cache: StateSource,
     indices: Sequence[int],  # sequences of the cache
     *,
     max_window: int,
@@ -177,7 +177,7 @@ def _union_ids(model: EarlyExitModel) -> Tensor | None:
     return torch.cat(known).unique() if len(known) == len(vocabularies) else None
 
 
-def _batches(model: EarlyExitModel, cache: StateCache, indices: Sequence[int], batch_tokens: int) -> Iterator[Batch]:
+def _batches(model: EarlyExitModel, cache: StateSource, indices: Sequence[int], batch_tokens: int) -> Iterator[Batch]:
     chosen: list[int] = []
     num_tokens = 0
     for index in indices:

@@ -16,11 +16,12 @@ from ..checkpoints import fingerprint, save_adapter, write_atomically
 from ..heads import EarlyExitModel
 from ..infer import Engine
 from ..recipes import DataRecipe, Recipe, default_exit_layers
-from .cache import StateCache
+from .cache import StateCache, StateSource
 from .cache_writer import extend_cache
 from .curve import read_curve
 from .data_stage import Data, check_template, load_prompts, open_data, own_settings, prompt_settings, read_sequences
 from .evaluate import evaluate
+from .online import OnlineStates, check_states
 from .preview import show_sample
 from .prompts import Prompt, encode_prompt, fingerprint_prompts, is_held_out
 from .record import training_record
@@ -31,7 +32,7 @@ from .split import split_sequences
 from .trainer import Trainer
 from .vocabulary import frequent_tokens
 
-HARMLESS = ("eval_interval", "checkpoint_interval")
+HARMLESS = ("eval_interval", "checkpoint_interval", "accumulation_steps")
 """Settings that may change when a run goes on."""
 
 
@@ -50,13 +51,18 @@ def make_adapter(
     """
     folder = recipe.output_folder()
     recipe = resolve(recipe, base)
+    check_states(recipe, cache_layers)
     folder.mkdir(parents=True, exist_ok=True)
     assert recipe.heads.exit_layers is not None
     with alone_in(folder):
         responses = prepare_responses(folder, base, tokenizer, recipe.data, seed=recipe.training.seed)
-        layers = sorted({*recipe.heads.exit_layers, *cache_layers})
-        cache = cache_states(folder, responses, base, layers, max_gb=recipe.data.max_cache_gb)
-        return train_adapter(folder, cache, base, recipe, resume=resume, command=command)
+        states: StateSource
+        if recipe.data.states == "online":
+            states = OnlineStates(responses)
+        else:
+            layers = sorted({*recipe.heads.exit_layers, *cache_layers})
+            states = cache_states(folder, responses, base, layers, max_gb=recipe.data.max_cache_gb)
+        return train_adapter(folder, states, base, recipe, resume=resume, command=command)
 
 
 def preprocess(recipe: Recipe, base: PreTrainedModel, tokenizer: Any) -> list[Response]:
@@ -85,6 +91,7 @@ def resolve(recipe: Recipe, base: PreTrainedModel) -> Recipe:
     num_layers = EarlyExitModel.from_configs(base, []).backbone.num_layers
     exit_layers = recipe.heads.exit_layers or default_exit_layers(num_layers)
     EarlyExitModel.from_configs(base, recipe.heads.configs(exit_layers))
+    recipe.training.check_exits(len(exit_layers))
     return replace(recipe, heads=replace(recipe.heads, exit_layers=exit_layers))
 
 
@@ -176,7 +183,7 @@ def cache_states(
 
 def train_adapter(
     folder: Path,
-    cache: StateCache,
+    cache: StateSource,
     base: PreTrainedModel,
     recipe: Recipe,  # resolved
     *,

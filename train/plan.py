@@ -14,9 +14,10 @@ from ..checkpoints import fingerprint, load_training_state
 from ..heads import EarlyExitModel
 from ..infer import Engine, SamplingParams
 from ..recipes import Recipe
-from .cache import StateCache, bytes_per_token, cached_layers, wanted_columns
+from .cache import StateSource, bytes_per_token, cached_layers, wanted_columns
 from .cache_writer import check_sequences, extend_cache, num_fitting, open_index
 from .data_stage import check_template, load_prompts, open_data, prompt_settings, sample_sequences
+from .online import OnlineStates, check_states
 from .pipeline import (
     check_settings,
     check_split,
@@ -90,6 +91,7 @@ def describe_plan(
     Raises the ValueError with which the run would end, as far as it can be known before.
     """
     recipe = resolve(recipe, base)
+    check_states(recipe, cache_layers)
     assert recipe.heads.exit_layers is not None
     folder, seed = recipe.output_folder(), recipe.training.seed
     data = open_data(recipe.data, folder)
@@ -146,8 +148,9 @@ def find_done(
         responses = read_beginning(folder / "responses.jsonl", order, data.num_tokens)
         is_whole = len(made) == len(order)
     num_tokens = sum(response.num_answer_tokens for response in responses)
-    index = open_index(folder / "cache", model.backbone, fingerprint(model.base))
-    if responses:
+    is_online = data.states == "online"
+    index = {"num_rows": {}} if is_online else open_index(folder / "cache", model.backbone, fingerprint(model.base))
+    if responses and not is_online:
         all_layers = {*cached_layers(index["num_rows"]), *layers}
         responses = responses[: num_fitting(responses, sorted(all_layers), model.backbone, data.max_cache_gb)]
         check_sequences(folder / "cache", responses)
@@ -192,7 +195,7 @@ def probe(
     with tempfile.TemporaryDirectory() as folder:
         backbone = EarlyExitModel.from_configs(base, []).backbone
         start = time.perf_counter()
-        cache = extend_cache(
+        states: StateSource = extend_cache(
             Path(folder) / "cache",
             samples,
             backbone,
@@ -201,7 +204,9 @@ def probe(
             show_progress=False,
         )
         cached = num_rows / (time.perf_counter() - start)
-        trained = _probe_training(recipe, base, cache, Path(folder))
+        if recipe.data.states == "online":
+            states = OnlineStates(samples)
+        trained = _probe_training(recipe, base, states, Path(folder))
     return Rates(responses=1 / per_token if answer else float("inf"), cached=cached, trained=trained)
 
 
@@ -218,7 +223,7 @@ def _probe_responses(engine: Engine, rendered: Sequence[list[int]]) -> float:
     return sorted(seconds)[len(seconds) // 4] / len(rendered)
 
 
-def _probe_training(recipe: Recipe, base: PreTrainedModel, cache: StateCache, folder: Path) -> float:
+def _probe_training(recipe: Recipe, base: PreTrainedModel, cache: StateSource, folder: Path) -> float:
     model = make_model(base, recipe, cache.sequences)
     if not any(True for _ in model.heads.parameters()):
         return float("inf")
@@ -268,14 +273,16 @@ def _describe_stages(
     if done.num_responses:
         mean_response = done.num_response_tokens / done.num_responses
     num_rows = int(data.num_tokens * (1 + mean_prompt / mean_response))
-    bytes_per_row = bytes_per_token(model.backbone, layers)
-    num_rows = min(num_rows, int(data.max_cache_gb * 1e9) // bytes_per_row)
+    is_online = data.states == "online"
+    bytes_per_row = 0 if is_online else bytes_per_token(model.backbone, layers)
+    if not is_online:
+        num_rows = min(num_rows, int(data.max_cache_gb * 1e9) // bytes_per_row)
     num_trained = int(num_rows * mean_response / (mean_prompt + mean_response) * (1 - data.held_out_fraction))
     num_steps = max(1, training.num_epochs * num_trained // training.batch_tokens)
     num_steps = min(num_steps, training.max_steps or num_steps)
     left = {
         "responses": max(0, data.num_tokens - done.num_response_tokens) / rates.responses,
-        "cache": max(0, num_rows - done.num_cached) / rates.cached,
+        "cache": 0.0 if is_online else max(0, num_rows - done.num_cached) / rates.cached,
         "train": max(0, num_steps - done.num_steps) * training.batch_tokens / rates.trained,
     }
     size = sum(parameter.numel() for parameter in model.heads.parameters())
@@ -287,7 +294,9 @@ def _describe_stages(
         made = "read from the data"
     return [
         f"responses  at most {data.num_tokens} tokens, {done.num_response_tokens} done: {made}",
-        f"cache      about {num_rows} tokens, {done.num_cached} done: {_time(left['cache'])} "
+        "cache      none: the base reads every batch in training"
+        if is_online
+        else f"cache      about {num_rows} tokens, {done.num_cached} done: {_time(left['cache'])} "
         f"at {rates.cached:.0f} tokens/s",
         f"train      about {num_steps} steps of {training.batch_tokens} tokens, {done.num_steps} done: "
         f"{_time(left['train'])} at {rates.trained:.0f} tokens/s",

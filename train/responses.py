@@ -219,6 +219,13 @@ def read_responses(path: Path) -> Iterator[Response]:
                 raise ValueError(f"{path} line {number} is not a response; delete the line, then run again") from None
 
 
+def describe_responses(responses: Sequence[Response]) -> str:
+    """Which responses these are, the first sixteen by name."""
+    names = [f"{response.prompt_id}/{response.sample}" for response in responses[:16]]
+    more = f" and {len(responses) - 16} more" if len(responses) > 16 else ""
+    return f"{', '.join(names)}{more} (prompt/sample)"
+
+
 def _drop_torn_line(path: Path) -> None:
     if path.exists():
         data = path.read_bytes()

@@ -1,9 +1,12 @@
 """The split of cached sequences into what is trained on and what is measured on; the order of training."""
 
+import sys
 from collections.abc import Sequence
 
 import torch
+from tqdm import tqdm
 
+from .cache import num_loss_rows
 from .prompts import is_held_out
 from .responses import Response
 
@@ -53,3 +56,34 @@ def plan_batches(
                 batches.append(batch)
                 batch, num_tokens = [], 0
     return [*batches, batch] if batch else batches
+
+
+def drop_unmeasured(batches: Sequence[list[int]], sequences: Sequence[Response]) -> list[list[int]]:
+    """The batches that hold a token to learn from; how many do not is said, and ValueError where none does."""
+    kept = [batch for batch in batches if any(num_loss_rows(sequences[index]) for index in batch)]
+    if not kept:
+        raise ValueError(
+            "no training response has a token to learn from: its first one is never drafted, so it needs a second; "
+            "give prompts with longer responses"
+        )
+    if len(kept) < len(batches):
+        num_dropped = len(batches) - len(kept)
+        tqdm.write(f"{num_dropped} of {len(batches)} batches have no token to learn from: left out", file=sys.stderr)
+    return kept
+
+
+def split_evenly(
+    lengths: Sequence[int],  # tokens of each sequence
+    num_parts: int,
+) -> list[slice]:
+    """Sequences side by side in at most `num_parts` parts of about the same number of tokens, none of them empty."""
+    parts: list[slice] = []
+    start = num_tokens = 0
+    for place, length in enumerate(lengths):
+        num_tokens += length
+        num_left = num_parts - len(parts)
+        # A part ends at the sequence that fills its share, the last one at the end.
+        if num_left > 1 and num_tokens * num_parts >= sum(lengths) * (len(parts) + 1):
+            parts.append(slice(start, place + 1))
+            start = place + 1
+    return [*parts, slice(start, len(lengths))] if start < len(lengths) else parts

@@ -13,12 +13,13 @@ from tqdm import tqdm
 
 from ..checkpoints import TrainingState, load_training_state, save_training_state
 from ..heads import EarlyExitModel
-from .cache import Batch, StateCache
+from .cache import StateSource, num_loss_rows
 from .curve import Curve
 from .evaluate import evaluate
 from .exit_losses import ExitLosses
-from .loss import LOSSES
-from .split import plan_batches
+from .loss import make_loss
+from .responses import describe_responses
+from .split import drop_unmeasured, plan_batches, split_evenly
 from .windows import random_windows
 
 MAX_GRAD_NORM = 1.0
@@ -34,16 +35,19 @@ class Trainer:
     def __init__(
         self,
         model: EarlyExitModel,
-        cache: StateCache,
+        cache: StateSource,
         training: Sequence[int],
         held_out: Sequence[int],
         folder: Path,
         *,
-        loss: str = "forward_kl",
+        loss: str = "forward_kl",  # see `make_loss`
+        exit_weights: Sequence[float] | None = None,  # see `ExitLosses`
+        against: float | None = None,
         learning_rate: float = 5e-4,
         warmup_steps: int = 50,
         weight_decay: float = 0.01,
         batch_tokens: int = 2048,
+        accumulation_steps: int = 1,  # parts in which a step's sequences are read
         num_epochs: int = 3,
         max_steps: int | None = None,
         max_window: int = 8,
@@ -57,13 +61,15 @@ class Trainer:
         self.model, self.cache = model, cache
         self.checkpoints, self.settings = folder / "checkpoints", dict(settings or {})
         self.held_out = held_out
-        self.losses = ExitLosses(model, LOSSES[loss])
+        self.losses = ExitLosses(model, make_loss(loss), exit_weights=exit_weights, against=against)
         self.learning_rate, self.warmup_steps = learning_rate, warmup_steps
         self.max_window, self.seed = max_window, seed
+        self.accumulation_steps = accumulation_steps
         self.eval_interval, self.checkpoint_interval = eval_interval, checkpoint_interval
         lengths = {index: cache.sequences[index].num_answer_tokens for index in training}
-        plan = plan_batches(list(lengths.values()), batch_tokens, num_epochs, seed)[:max_steps]
-        self.batches = [[training[place] for place in places] for places in plan]
+        plan = plan_batches(list(lengths.values()), batch_tokens, num_epochs, seed)
+        batches = [[training[place] for place in places] for places in plan]
+        self.batches = drop_unmeasured(batches, cache.sequences)[:max_steps]
         self.num_tokens = [sum(lengths[index] for index in batch) for batch in self.batches]
         model.heads.float().requires_grad_(True)
         self.optimizer = _optimizer(model, weight_decay)
@@ -104,15 +110,16 @@ class Trainer:
 
     def step(self) -> dict[str, float]:
         """One update of all heads; returns the mean loss of a token by exit layer."""
-        batch = self.cache.read(self.batches[self.num_steps], self.model.exit_layers, self.model.backbone)
-        losses = self._backward(batch)
+        indices = self.batches[self.num_steps]
+        losses = self._backward(indices)
         # Head by head, so that no head's training depends on which others are trained beside it.
         norms = [nn.utils.clip_grad_norm_([*head.parameters()], MAX_GRAD_NORM).item() for head in self.model.heads]
         for (name, loss), norm in zip(losses.items(), norms, strict=True):
             if not (math.isfinite(loss) and math.isfinite(norm)):
                 raise ValueError(
-                    f"at step {self.num_steps + 1} the loss of exit {name} is {loss} and its gradient's norm "
-                    f"{norm}; the last checkpoint is kept. Lower the learning rate ({self.learning_rate})"
+                    f"at step {self.num_steps + 1} the loss of exit {name} is {loss} and its gradient's norm {norm}, "
+                    f"on the responses {describe_responses([self.cache.sequences[index] for index in indices])}; "
+                    f"the last checkpoint is kept. Lower the learning rate ({self.learning_rate}) or look at them"
                 )
         self._updating = True
         for group in self.optimizer.param_groups:
@@ -124,13 +131,23 @@ class Trainer:
         self.curve.add(losses)
         return losses
 
-    def _backward(self, batch: Batch) -> dict[str, float]:
-        windows = random_windows(batch.lengths, batch.spans, self.max_window, self.seed + self.num_steps)
-        means = [total / max(1, len(batch.loss_rows)) for total in self.losses(batch, windows)]
-        # A shared head has nothing to train, but its loss is shown beside those of the others.
-        if trained := [mean for mean in means if mean.requires_grad]:
-            sum(trained).backward()
-        return {str(exit_layer): mean.item() for exit_layer, mean in zip(self.model.exit_layers, means, strict=True)}
+    def _backward(self, indices: Sequence[int]) -> dict[str, float]:
+        """The gradient of the mean over all of a step's tokens, whatever the parts in which they are read."""
+        sequences = [self.cache.sequences[index] for index in indices]
+        lengths = [sequence.length for sequence in sequences]
+        spans = [sequence.spans for sequence in sequences]
+        windows = random_windows(lengths, spans, self.max_window, self.seed + self.num_steps).split(lengths)
+        num_rows = sum(map(num_loss_rows, sequences))
+        means = dict.fromkeys(map(str, self.model.exit_layers), 0.0)
+        for part in split_evenly(lengths, self.accumulation_steps):
+            batch = self.cache.read(indices[part], self.model.exit_layers, self.model.backbone)
+            losses = [total / num_rows for total in self.losses(batch, torch.cat(windows[part]))]
+            # A shared head has nothing to train, but its loss is shown beside those of the others.
+            if trained := [loss for loss in losses if loss.requires_grad]:
+                sum(trained).backward()
+            for name, loss in zip(means, losses, strict=True):
+                means[name] += loss.item()
+        return means
 
     def _evaluate_if_due(self) -> None:
         is_due = self.num_steps % self.eval_interval == 0 or self.num_steps == len(self.batches)

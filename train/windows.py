@@ -51,6 +51,14 @@ def fixed_distance(
     return torch.cat(parts)
 
 
+def window_starts(
+    positions: Tensor,  # [T] int64, within each sequence
+    last_known: Tensor,  # [T] int64, from one of the functions above
+) -> Tensor:  # [T] int64, among all T rows
+    """The row with which the window of every row begins: the one behind the newest known state."""
+    return torch.arange(len(positions)) - positions + last_known + 1
+
+
 def gather_context(
     final: Tensor,  # [T, D]
     lengths: Sequence[int],
