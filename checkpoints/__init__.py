@@ -1,6 +1,6 @@
 """What lives on disk and on the hub: base models, adapters and training states."""
 
-from .adapter import load_adapter, save_adapter, shipped_adapter
+from .adapter import check_replaceable, load_adapter, save_adapter, shipped_adapter
 from .atomic import write_atomically
 from .base_model import load_base
 from .provenance import base_source, fingerprint, run_record
@@ -11,6 +11,7 @@ __all__ = [
     "TrainingState",
     "base_source",
     "check_push",
+    "check_replaceable",
     "fingerprint",
     "load_adapter",
     "load_base",

@@ -45,7 +45,7 @@ def save_adapter(
     folder = Path(folder).expanduser()
     if not model.exit_layers:
         raise ValueError("the model has no exit heads to save; make them with EarlyExitModel.from_base")
-    _check_replaceable(folder)
+    check_replaceable(folder)
     source = base_source(model.base)
     config = {
         "format_version": FORMAT_VERSION,
@@ -115,7 +115,8 @@ def shipped_adapter(name: str) -> Path | None:
     return folder if name.isidentifier() and (folder / CONFIG_FILE).is_file() else None
 
 
-def _check_replaceable(folder: Path) -> None:
+def check_replaceable(folder: Path) -> None:
+    """Raise ValueError where `save_adapter` would not write: a file, or a folder with other things in it."""
     if folder.is_file():
         raise ValueError(f"{folder} is a file; choose a folder for the adapter")
     if not folder.is_dir():

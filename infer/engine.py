@@ -13,7 +13,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from ..checkpoints import load_adapter, load_base, shipped_adapter
 from ..heads import EarlyExitModel
-from ..recipes import resolve_model
+from ..recipes import resolve_exit_layers, resolve_model, shared_heads
 from .attention import can_use_varlen
 from .block_manager import BlockManager
 from .completion import Completion, build_completion
@@ -22,7 +22,7 @@ from .exact import build_exact
 from .follower import Delta, Follower, StreamerFeed
 from .hierarchy import Hierarchy
 from .kv_cache import KVCache, bytes_per_token
-from .levels import build_levels, build_policies, draft_lengths
+from .levels import METHODS, build_levels, build_policies, draft_lengths
 from .logits_processor import LogitsProcessor
 from .memory import default_num_blocks, should_pack
 from .model_runner import ModelRunner
@@ -45,7 +45,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.config = EngineConfig(**options)
         backbone = model.backbone
-        levels = build_levels(model, self.config.method)
+        levels = build_levels(model, self.config.method, self.config.exit_layers)
         if should_pack(self.config, model):
             model.pack_weights()
         lengths = draft_lengths(self.config)
@@ -106,12 +106,16 @@ class Engine:
     ) -> "Engine":
         """An engine for an alias (such as `smollm2`), a hub id or a folder, with its shipped or a given adapter.
 
-        The method is the deepest that the heads serve unless `options` say otherwise. Raises ValueError for an unknown
-        name, or an adapter that does not belong to the base.
+        An alias whose recipe has shared heads alone needs none. The method is the deepest that the heads serve unless
+        `options` say otherwise. Raises ValueError for an unknown name, or an adapter that does not belong to the base.
         """
         source = resolve_model(name)
         base, tokenizer = load_base(source.source, dtype=dtype, device=device, revision=source.revision)
         adapter = adapter or shipped_adapter(name)
+        if adapter is None and (heads := shared_heads(name)) is not None:
+            num_layers = EarlyExitModel.from_configs(base, []).backbone.num_layers
+            configs = heads.configs(resolve_exit_layers(heads.exit_layers, num_layers))
+            return cls._by_deepest_method(EarlyExitModel.from_configs(base, configs), tokenizer, options)
         return cls.from_base(base, tokenizer, adapter, **options)
 
     @classmethod
@@ -122,9 +126,17 @@ class Engine:
         adapter: str | Path | None = None,
         **options: Any,
     ) -> "Engine":
-        """An engine for a loaded base, with the heads of `adapter`, by the deepest method that they serve."""
+        """An engine for a loaded base, with the heads of `adapter`, by the deepest method that they, or those of the
+        option `exit_layers`, serve."""
         model = EarlyExitModel.from_configs(base, []) if adapter is None else load_adapter(adapter, base=base)
-        method = ("autoregressive", "single-layer", "hispec")[min(len(model.heads), 2)]
+        return cls._by_deepest_method(model, tokenizer, options)
+
+    @classmethod
+    def _by_deepest_method(
+        cls, model: EarlyExitModel, tokenizer: PreTrainedTokenizerBase | None, options: dict[str, Any]
+    ) -> "Engine":
+        num_exits = len(model.heads if options.get("exit_layers") is None else options["exit_layers"])
+        method = METHODS[min(num_exits, 2)]
         return cls(model, tokenizer, **({"method": method} | options))
 
     @property

@@ -1,19 +1,50 @@
 """Plain values, as YAML and JSON give them, into the frozen dataclasses of a recipe."""
 
+import re
 import types
 import typing
 from collections.abc import Mapping
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+import yaml
 
 Config = TypeVar("Config")
 
 EXPECTED = {
     int: "a whole number",
-    float: "a number with a decimal point (YAML reads 5e-4 as text: write 5.0e-4)",
+    float: "a number",
     bool: "true or false",
     str: "text",
 }
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML whose numbers are those of YAML 1.2: 5e-4 is one, as everybody who writes it means."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+
+
+def read_yaml(text: str) -> Any:
+    """The plain values of a YAML text; raises yaml.YAMLError."""
+    return yaml.load(text, Loader=_Loader)
+
+
+def known_keys(kind: type[Any], prefix: str = "") -> list[str]:
+    """The dotted names of all values below a dataclass, in order."""
+    hints = get_type_hints(kind)
+    return [
+        name
+        for field in fields(kind)
+        for name in (
+            known_keys(hints[field.name], f"{prefix}{field.name}.")
+            if is_dataclass(hints[field.name])
+            else [f"{prefix}{field.name}"]
+        )
+    ]
 
 
 def parse(
@@ -33,7 +64,18 @@ def parse(
         if name not in values and field.default is MISSING and field.default_factory is MISSING:
             raise ValueError(f"the key {prefix}{name} is missing; add it")
     hints = get_type_hints(kind)
-    return kind(**{key: _convert(hints[key], value, f"{prefix}{key}") for key, value in values.items()})
+    return kind(**{key: _read(known[key], hints[key], value, f"{prefix}{key}") for key, value in values.items()})
+
+
+def _read(field: Field[Any], hint: Any, value: object, where: str) -> object:
+    """A value by the field's own `parse`, where it has one in its metadata, else by its type."""
+    own = field.metadata.get("parse")
+    if own is None or value is None:
+        return _convert(hint, value, where)
+    try:
+        return own(value)
+    except ValueError as error:
+        raise ValueError(f"{where} is {value!r}: {error}") from None
 
 
 def _convert(hint: Any, value: object, where: str) -> object:

@@ -3,14 +3,16 @@
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 
-from ..heads import ExitHeadConfig, HeadKind, check_exit_layers, head_kinds
+from ..heads import ExitHeadConfig, HeadKind, head_kinds
+from .exit_layers import check_written, parse_exit_layers
 from .loss_mixture import parse_loss
-from .plain_values import parse
+from .plain_values import parse, read_yaml
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +29,8 @@ class ModelRecipe:
 class HeadsRecipe:
     """Which exit heads."""
 
-    exit_layers: tuple[int, ...] | None = None
-    """Number of decoder layers run before each head, rising; None is about 1/8 and 1/4 of the depth."""
+    exit_layers: tuple[int | Fraction, ...] | None = field(default=None, metadata={"parse": parse_exit_layers})
+    """Number of decoder layers run before each head, or a fraction of the depth, rising; None is about 1/8 and 1/4."""
     kinds: tuple[HeadKind, ...] = ("block",)
     """What stands before the LM head, see `ExitHeadConfig.kind`: one for each exit, or one for all."""
     committed_context: bool = True
@@ -39,8 +41,15 @@ class HeadsRecipe:
     def __post_init__(self) -> None:
         # The depth of the base is not known yet, so only what holds for every depth is checked here.
         if self.exit_layers is not None:
-            check_exit_layers(self.exit_layers, max((*self.exit_layers, 0)) + 1)
-        self.configs(self.exit_layers or (1,) * len(self.kinds))
+            check_written(self.exit_layers)
+        self.configs(tuple(n if isinstance(n, int) else 1 for n in self.exit_layers or (1,) * len(self.kinds)))
+
+    def counts(self) -> tuple[int, ...]:
+        """The exit layers, which must have been resolved to counts."""
+        counts = tuple(n for n in self.exit_layers or () if isinstance(n, int))
+        assert counts
+        assert len(counts) == len(self.exit_layers or ())
+        return counts
 
     def configs(self, exit_layers: tuple[int, ...]) -> list[ExitHeadConfig]:
         """One head config per exit layer; a `shared` head has no context to take."""
@@ -206,17 +215,8 @@ class Recipe:
         """The recipe as JSON-ready values; `recipe_from_dict` takes them back."""
         values = asdict(self)
         if self.heads.exit_layers is not None:
-            values["heads"]["exit_layers"] = list(self.heads.exit_layers)
+            values["heads"]["exit_layers"] = [n if isinstance(n, int) else str(n) for n in self.heads.exit_layers]
         return values
-
-
-def default_exit_layers(num_layers: int) -> tuple[int, ...]:
-    """About 1/8 and 1/4 of the depth, each at least one layer; one exit where the base has two layers."""
-    if num_layers < 2:
-        raise ValueError(f"the base has {num_layers} layer: there is no layer to exit at; choose a deeper base")
-    draft = max(1, round(num_layers / 8))
-    intermediate = max(draft + 1, round(num_layers / 4))
-    return (draft, intermediate) if intermediate < num_layers else (draft,)
 
 
 def list_recipes() -> list[str]:
@@ -232,7 +232,7 @@ def load_recipe(name: str | Path) -> Recipe:
     if text.endswith((".yaml", ".yml")):
         return _read_recipe(Path(text).expanduser())
     model = resolve_model(text)
-    return Recipe(name=_run_name(model.source), model=model)
+    return Recipe(name=run_name(model.source), model=model)
 
 
 def resolve_model(name: str) -> ModelRecipe:
@@ -247,6 +247,14 @@ def resolve_model(name: str) -> ModelRecipe:
     )
 
 
+def shared_heads(name: str) -> HeadsRecipe | None:
+    """The heads of an alias that need no training, because they have no weights; None for any other name."""
+    if name not in list_recipes():
+        return None
+    heads = load_recipe(name).heads
+    return heads if set(heads.kinds) == {"shared"} and heads.draft_vocab_size is None else None
+
+
 def recipe_from_dict(values: object, *, name: str) -> Recipe:
     """The recipe that plain values describe; raises ValueError for an unknown key or a wrong type.
 
@@ -255,7 +263,7 @@ def recipe_from_dict(values: object, *, name: str) -> Recipe:
     return parse(Recipe, {"name": name, **values} if isinstance(values, Mapping) else values)
 
 
-def _run_name(source: str) -> str:
+def run_name(source: str) -> str:
     """What a run on this model is called: a hub id as it stands, a folder by the last two parts of its path."""
     folder = Path(source).expanduser()
     text = "/".join(folder.resolve().parts[-2:]) if folder.is_dir() else source
@@ -268,7 +276,7 @@ def _recipes_folder() -> Path:
 
 def _read_recipe(path: Path) -> Recipe:
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = read_yaml(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(
             f"the recipe {path} does not exist; give a YAML file or one of {', '.join(list_recipes())}"

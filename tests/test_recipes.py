@@ -1,3 +1,5 @@
+import json
+import re
 from dataclasses import asdict, fields, is_dataclass, replace
 from pathlib import Path
 
@@ -11,14 +13,43 @@ from hispec.recipes import (
     Recipe,
     TrainingRecipe,
     default_exit_layers,
+    describe_recipes,
     list_recipes,
     load_recipe,
+    override,
+    parse_exit_layers,
     recipe_from_dict,
+    resolve_exit_layers,
     resolve_model,
+    shared_heads,
+    show_exit_layers,
 )
 
 RECIPES = Path(__file__).parent.parent / "recipes"
-ALIASES = ["codellama", "llama2", "llama3", "opt", "qwen3", "smollm2"]
+LAYERSKIP = [
+    "layerskip-codellama",
+    "layerskip-codellama-34b",
+    "layerskip-llama2",
+    "layerskip-llama2-13b",
+    "layerskip-llama2-70b",
+    "layerskip-llama3",
+    "layerskip-llama3.2-1b",
+]
+ALIASES = ["codellama", *LAYERSKIP, "llama2", "llama3", "opt", "qwen3", "smollm2"]
+DEPTHS = {
+    "codellama": 32,
+    "layerskip-codellama": 32,
+    "layerskip-codellama-34b": 48,
+    "layerskip-llama2": 32,
+    "layerskip-llama2-13b": 40,
+    "layerskip-llama2-70b": 80,
+    "layerskip-llama3": 32,
+    "layerskip-llama3.2-1b": 16,
+    "llama2": 32,
+    "llama3": 32,
+    "opt": 32,
+    "qwen3": 36,
+}
 
 
 def write(folder: Path, text: str) -> Path:
@@ -87,7 +118,7 @@ def test_values_of_a_file_win_over_defaults(tmp_path: Path) -> None:
             ["training.learning_rat", "unknown", "learning_rate", "warmup_steps"],
         ),
         ("trainin: {}", ["trainin", "unknown", "training"]),
-        ("training: {learning_rate: 5e-4}", ["training.learning_rate", "'5e-4'", "5.0e-4"]),
+        ("training: {learning_rate: fast}", ["training.learning_rate", "'fast'", "a number"]),
         ("training: {seed: 1.5}", ["training.seed", "1.5", "whole number"]),
         ("training: {seed: true}", ["training.seed", "True", "whole number"]),
         ("training: {max_steps: ten}", ["training.max_steps", "'ten'", "whole number"]),
@@ -103,7 +134,12 @@ def test_values_of_a_file_win_over_defaults(tmp_path: Path) -> None:
         ("training: {learning_rate: .nan}", ["training.learning_rate", "nan", "above 0"]),
         ("training: {batch_tokens: 0}", ["training.batch_tokens", "0", "at least 1"]),
         ("training: 3", ["training", "3", "mapping"]),
-        ("heads: {exit_layers: 4}", ["heads.exit_layers", "4", "[4, 8]"]),
+        ("heads: {exit_layers: true}", ["heads.exit_layers", "True", "[4, 8]"]),
+        ("heads: {exit_layers: {a: 1}}", ["heads.exit_layers", "'a'", "[4, 8]"]),
+        ("heads: {exit_layers: [1/8, 9/8]}", ["heads.exit_layers", "'9/8'", "[1/8, 1/4]"]),
+        ("heads: {exit_layers: 1/0}", ["heads.exit_layers", "'1/0'", "[1/8, 1/4]"]),
+        ("heads: {exit_layers: [1/4, 1/8]}", ["1/4,1/8", "rising"]),
+        ("heads: {exit_layers: [1/4, 2/8]}", ["1/4,1/4", "rising"]),
         ("heads: {exit_layers: [4, four]}", ["heads.exit_layers", "four"]),
         ("heads: {exit_layers: [8, 4]}", ["8,4", "rising order"]),
         ("heads: {exit_layers: [4, 4]}", ["4,4", "twice"]),
@@ -149,6 +185,147 @@ def test_a_recipe_without_a_model(tmp_path: Path, text: str, words: str) -> None
 def test_a_recipe_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"does not exist.*smollm2"):
         load_recipe(tmp_path / "none.yaml")
+
+
+def test_numbers_of_a_file_are_those_that_everybody_means(tmp_path: Path) -> None:
+    for text, value in (("5e-4", 5e-4), ("5.0e-4", 5e-4), ("1e-3", 1e-3), ("2", 2.0), ("+5E-4", 5e-4)):
+        assert load_recipe(write(tmp_path, f"training: {{learning_rate: {text}}}")).training.learning_rate == value
+
+
+@pytest.mark.parametrize(
+    ("written", "of_32", "of_30"),
+    [
+        ("[4, 8]", (4, 8), (4, 8)),
+        ("4,8", (4, 8), (4, 8)),
+        ("4", (4,), (4,)),
+        ("1/8,1/4", (4, 8), (4, 8)),
+        ("[1/8, 1/4, 1/2]", (4, 8, 16), (4, 8, 15)),
+        ("[0.125, 0.5]", (4, 16), (4, 15)),
+        ("[0, 1/100, 31/32]", (0, 1, 31), (0, 1, 29)),
+        ("[2, 1/4]", (2, 8), (2, 8)),
+        ("1/3", (11,), (10,)),
+    ],
+)
+def test_exit_layers_are_counts_or_fractions(
+    tmp_path: Path, written: str, of_32: tuple[int, ...], of_30: tuple[int, ...]
+) -> None:
+    recipe = load_recipe(write(tmp_path, f"heads: {{exit_layers: {written if '[' in written else repr(written)}}}"))
+    assert resolve_exit_layers(recipe.heads.exit_layers, 32) == of_32
+    assert resolve_exit_layers(recipe.heads.exit_layers, 30) == of_30
+    assert override(recipe, [f"heads.exit_layers={written}"]) == recipe
+    assert recipe_from_dict(json.loads(json.dumps(recipe.to_dict())), name="other") == recipe
+
+
+@pytest.mark.parametrize(
+    ("written", "num_layers", "words"),
+    [
+        ("1/8,1/4", 4, ["1/8,1/4 are 1,1 of the base's 4 layers", "twice", "write counts"]),
+        ("4,1/8", 16, ["4,1/8 are 4,2 of the base's 16 layers", "rising"]),
+        ("1/8,99/100", 8, ["out of range", "8 layers"]),
+        ("4,8", 8, ["exit layer 8 is out of range: the base has 8 layers, so 0 to 7"]),
+        ("9", 8, ["exit layer 9 is out of range"]),
+    ],
+)
+def test_exit_layers_that_the_base_has_not(written: str, num_layers: int, words: list[str]) -> None:
+    with pytest.raises(ValueError, match="exit layer") as error:
+        resolve_exit_layers(parse_exit_layers(written), num_layers)
+    for word in words:
+        assert word in str(error.value)
+
+
+@pytest.mark.parametrize("alias", sorted(DEPTHS))
+def test_recipes_exit_at_about_an_eighth_and_a_quarter(alias: str) -> None:
+    assert load_recipe(alias).heads.exit_layers == default_exit_layers(DEPTHS[alias])
+
+
+@pytest.mark.parametrize("alias", LAYERSKIP)
+def test_bases_that_exit_early_by_themselves_need_no_training(alias: str) -> None:
+    recipe = load_recipe(alias)
+    assert recipe.heads == shared_heads(alias)
+    assert {head.kind for head in recipe.heads.configs(recipe.heads.counts())} == {"shared"}
+    header = " ".join((RECIPES / f"{alias}.yaml").read_text(encoding="utf-8").split("model:")[0].split())
+    assert "a licence of their own" in header
+    assert f"hf.co/{recipe.model.source}" in header
+    assert shared_heads("smollm2") is None
+    assert shared_heads("org/model") is None
+
+
+def test_the_table_has_a_line_for_each_alias() -> None:
+    title, *lines = describe_recipes().splitlines()
+    assert title.split() == ["alias", "model", "exit", "layers", "heads"]
+    assert [line.split()[0] for line in lines] == ALIASES
+    for line in lines:
+        alias, source, layers, *heads = line.split()
+        recipe = load_recipe(alias)
+        assert (source, layers) == (recipe.model.source, show_exit_layers(recipe.heads.exit_layers or ()))
+        assert heads[0].rstrip(",") == ",".join(recipe.heads.kinds)
+
+
+def test_overrides_are_typed_as_yaml_and_leave_the_rest() -> None:
+    recipe = load_recipe("qwen3")
+    changed = override(
+        recipe,
+        [
+            "training.learning_rate=1",
+            "training.learning_rate=3e-4",
+            "data.greedy=false",
+            "data.prompts=my prompts=2.jsonl",
+            "heads.kinds=[mlp, block]",
+            "heads.draft_vocab_size=null",
+            "training.max_steps=1_000",
+        ],
+    )
+    expected = replace(
+        recipe,
+        heads=replace(recipe.heads, kinds=("mlp", "block"), draft_vocab_size=None),
+        data=replace(recipe.data, greedy=False, prompts="my prompts=2.jsonl"),
+        training=replace(recipe.training, learning_rate=3e-4, max_steps=1000),
+    )
+    assert changed == expected
+    assert override(recipe, []) == recipe
+
+
+@pytest.mark.parametrize("alias", ALIASES)
+def test_every_value_of_a_recipe_can_be_overridden_by_itself(alias: str) -> None:
+    recipe = load_recipe(alias)
+    values = recipe.to_dict()
+    leaves = {key: value for key, value in values.items() if not isinstance(value, dict)}
+    for section in values.keys() - leaves.keys():
+        leaves |= {f"{section}.{key}": value for key, value in values[section].items()}
+    assert override(recipe, [f"{key}={json.dumps(value)}" for key, value in leaves.items()]) == recipe
+
+
+def test_a_run_on_another_model_is_named_after_it() -> None:
+    recipe = load_recipe("qwen3")
+    assert override(recipe, ["model.source=Qwen/Qwen3-0.6B"]).name == "Qwen--Qwen3-0.6B"
+    assert override(recipe, ["model.source=Qwen/Qwen3-0.6B", "name=small"]).output_folder() == Path("runs/small")
+
+
+@pytest.mark.parametrize(
+    ("assignment", "words"),
+    [
+        ("training.learning_rat=1", ["training.learning_rat is unknown", "did you mean training.learning_rate"]),
+        ("learning_rate=1", ["did you mean training.learning_rate?"]),
+        ("data.num_token=1", ["did you mean data.num_tokens"]),
+        ("zzz=1", ["known are", "heads.exit_layers", "output"]),
+        ("heads={kinds: [mlp]}", ["heads is unknown", "name a key in it: heads.exit_layers"]),
+        ("training.seed.x=1", ["training.seed.x is unknown", "training.seed"]),
+        ("training.seed=1.5", ["training.seed is 1.5", "whole number"]),
+        ("training.loss=mse", ["training.loss: the loss 'mse'", "forward_kl"]),
+        ("training.batch_tokens=0", ["training.batch_tokens is 0"]),
+        ("heads.exit_layers=8,4", ["8,4", "rising"]),
+        ("training.seed", ["'training.seed'", "write key=value"]),
+        ("=1", ["write key=value"]),
+        ("training.max_steps=", ["training.max_steps=null for none"]),
+        ("data.prompts=[", ["'data.prompts=['", "YAML"]),
+        ("data.prompts=!!python/name:os.system", ["YAML"]),
+    ],
+)
+def test_what_an_override_may_not_be(assignment: str, words: list[str]) -> None:
+    with pytest.raises(ValueError, match=re.escape(words[0])) as error:
+        override(load_recipe("smollm2"), [assignment])
+    for word in words:
+        assert word in str(error.value)
 
 
 def test_any_model_may_stand_for_an_alias(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,9 +2,11 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +15,8 @@ from safetensors.torch import load_file
 
 from hispec.checkpoints import load_adapter
 from hispec.infer import Engine, SamplingParams
-from hispec.train import Trainer, pipeline
+from hispec.recipes import list_recipes
+from hispec.train import Trainer, cache_writer, pipeline
 from hispec.train.command import build_parser, main, resolve_recipe
 from hispec.train.responses import read_responses
 
@@ -313,9 +316,17 @@ def test_the_tokenizer_of_a_run_is_known_by_its_template_and_its_tokens(base):
         (["--data", "none.jsonl"], "'none.jsonl' does not exist"),
         (["--num-tokens", "0"], "data.num_tokens is 0"),
         (["--max-steps", "0"], "training.max_steps is 0"),
+        (["--exit-layers", "6"], "exit layer 6 is out of range: the base has 6 layers"),
+        (["--exit-layers", "1/6,1/5"], "exit layers 1/6,1/5 are 1,1 of the base's 6 layers"),
+        (["--exit-layers", "1/4,1/6"], "not in rising order"),
+        (["--cache-layers", "6"], "exit layer 6 is out of range"),
+        (["training.max_step=3"], "training.max_step is unknown; did you mean training.max_steps"),
+        (["training.max_steps=three"], "training.max_steps is 'three'; it must be a whole number"),
+        (["heads.exit_layers=[2, 9]"], "exit layer 9 is out of range"),
+        (["max-steps"], "'max-steps' is no override; write key=value"),
         (["--model", "no-such-model"], "'no-such-model' is unknown"),
         (["--dtype", "int3"], "dtype 'int3' cannot be used; choose one of auto, float32, bfloat16, float16"),
-        (["--head", "big"], "head kind 'big' is unknown"),
+        (["--head", "big"], "heads.kinds[0] is 'big'; choose one of shared, norm, mlp, block"),
         (["--head", "norm,mlp,block"], "3 head kinds (norm,mlp,block) are given for 2 exit layers"),
     ],
 )
@@ -389,6 +400,97 @@ def test_flags_go_over_the_recipe(recipe_file):
     assert recipe.training.batch_tokens == 64
     assert recipe.output == "x"
     assert main([]) == 2
+
+
+def test_overrides_stand_between_the_recipe_and_the_flags(recipe_file):
+    recipe = parsed(
+        "--recipe", recipe_file, "data.num_tokens=55", "training.seed=4", "--seed", "9", "data.batch_size=2"
+    )
+    assert (recipe.data.num_tokens, recipe.training.seed, recipe.data.batch_size) == (55, 9, 2)
+    assert recipe.data.max_new_tokens == 16
+    before = parsed("training.learning_rate=3e-4", "--recipe", recipe_file)
+    assert before.training.learning_rate == 3e-4
+
+
+def parsed(*arguments):
+    return resolve_recipe(build_parser().parse_intermixed_args([*map(str, arguments)]))
+
+
+def test_three_exits_as_fractions_train_save_load_and_each_pair_may_serve(recipe_file, base, tmp_path, capsys):
+    flags = ["--exit-layers", "1/6,1/3,2/3", "heads.kinds=[block, mlp, norm]", "training.max_steps=3"]
+    assert run(recipe_file, tmp_path, *flags) == 0
+    printed = capsys.readouterr()
+    assert "exit layers 1,2,4 of 6 (1/6,1/3,2/3)" in printed.err
+    assert "2->4" in printed.out
+    record = json.loads((tmp_path / "adapter" / "run.json").read_text())
+    assert record["command"][-4:] == flags
+    assert record["recipe"]["heads"]["exit_layers"] == [1, 2, 4]
+    assert record["recipe"]["training"]["max_steps"] == 3
+    assert set(record["usage"]) == {"responses", "cache", "train", "evaluate"}
+    assert all(use["seconds"] > 0 and use["peak_memory"] > 1e7 for use in record["usage"].values())
+    for stage in (*record["usage"], "in all"):
+        assert any(line.startswith(stage) and " took " in line for line in printed.out.splitlines())
+    # The counts that the fractions stand for are the same run.
+    assert run(recipe_file, tmp_path, "--exit-layers", "1,2,4", *flags[2:]) == 0
+
+    expected = base.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=20, do_sample=False)[0, 3:].tolist()
+    for exit_layers in (None, (1, 4), (2, 4), (4,)):
+        engine = Engine.from_base(base, adapter=tmp_path / "adapter", exit_layers=exit_layers, num_blocks=40)
+        assert engine.generate([[5, 6, 7]], SamplingParams(max_new_tokens=20))[0].token_ids == expected
+
+
+def test_heads_without_weights_are_measured_and_saved(recipe_file, base, tmp_path, capsys):
+    shared = ["heads.kinds=[shared]", "heads.exit_layers=[2, 4]", "heads.draft_vocab_size=null"]
+    assert run(recipe_file, tmp_path, *shared, "--dry-run") == 0
+    assert "train      nothing, the heads have no weights: 0 s" in capsys.readouterr().out
+    assert run(recipe_file, tmp_path, *shared) == 0
+    assert not (tmp_path / "checkpoints").exists()
+    record = json.loads((tmp_path / "adapter" / "run.json").read_text())
+    assert set(record["acceptance"]["hops"]) == {"2->4", "2->target", "4->target"}
+    assert "train" not in record["usage"]
+    assert load_adapter(tmp_path / "adapter", base=base).exit_layers == (2, 4)
+
+
+def test_list_recipes_needs_nothing_else(capsys):
+    for flag in ("--list-recipes", "--list_recipes"):
+        assert main([flag]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert [line.split()[0] for line in lines[1:]] == list_recipes()
+
+
+def test_a_full_disk_is_told_before_the_cache_is_begun(recipe_file, whole, tmp_path, monkeypatch, capsys):
+    usual = shutil.disk_usage
+
+    def full(path):
+        return SimpleNamespace(free=1000) if path.is_relative_to(tmp_path) else usual(path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(cache_writer.shutil, "disk_usage", full)
+        assert run(recipe_file, tmp_path) == 2
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert f"the cache {tmp_path / 'cache'} needs 0.00 GB of disk for " in error
+        assert "are free; make room" in error
+        assert not (tmp_path / "cache").exists()
+        assert run(recipe_file, tmp_path, "--dry-run") == 0
+        assert "which is not enough" in capsys.readouterr().out.splitlines()[-1]
+    assert run(recipe_file, tmp_path) == 0
+    assert_ends_like(tmp_path, whole)
+    # What is there already needs no room.
+    monkeypatch.setattr(cache_writer.shutil, "disk_usage", full)
+    assert run(recipe_file, tmp_path) == 0
+
+
+@pytest.mark.parametrize("flags", [(), ("--dry-run",)])
+def test_an_adapter_of_another_run_is_not_replaced(recipe_file, whole, tmp_path, capsys, flags):
+    shutil.copytree(whole / "adapter", tmp_path / "adapter")
+    before = files_of(tmp_path)
+    assert run(recipe_file, tmp_path, *flags) == 2
+    assert "is the adapter of another run" in capsys.readouterr().err
+    (tmp_path / "adapter" / "mine.txt").write_text("")
+    assert run(recipe_file, tmp_path, *flags) == 2
+    assert "holds other files (mine.txt)" in capsys.readouterr().err
+    (tmp_path / "adapter" / "mine.txt").unlink()
+    assert files_of(tmp_path) == before
 
 
 def test_a_model_over_a_recipe_has_a_folder_of_its_own():

@@ -245,7 +245,8 @@ def describe(measured: Measurement) -> str:
     return (
         f"{measured.way:<7} {measured.rate:7.1f} tokens/s ({measured.num_tokens} in {measured.num_steps} steps and "
         f"{measured.seconds:.1f} s, {measured.cpu_seconds:.1f} s of CPU{cache}); memory "
-        f"{measured.start_memory / 1e9:.2f} GB before, {measured.peak_memory / 1e9:.2f} GB at most; last losses {losses}"
+        f"{measured.start_memory / 1e9:.2f} GB before, {measured.peak_memory / 1e9:.2f} GB at most; "
+        f"last losses {losses}"
     )
 
 

@@ -5,6 +5,7 @@ T rows of whole sequences side by side; D hidden size.
 
 import json
 import os
+import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,8 +19,11 @@ from tqdm import tqdm
 from ..checkpoints import write_atomically
 from ..heads import Backbone
 from .base_states import base_states
-from .cache import FORMAT, StateCache, bytes_per_token, cached_layers, read_index, wanted_columns
+from .cache import FORMAT, StateCache, bytes_per_token, cached_layers, column_type, read_index, wanted_columns
 from .responses import Response, read_responses, write_responses
+
+BATCH_TOKENS = 4096
+"""Tokens that the base reads at once."""
 
 
 def extend_cache(
@@ -30,7 +34,7 @@ def extend_cache(
     *,
     fingerprint: Mapping[str, Any],  # of the base
     max_gb: float = 8.0,  # 1e9 bytes
-    batch_tokens: int = 4096,
+    batch_tokens: int = BATCH_TOKENS,
     show_progress: bool = True,
 ) -> StateCache:
     """Read `responses` with the base and keep what heads at `exit_layers` train on.
@@ -38,7 +42,8 @@ def extend_cache(
     Goes on from what is there, and computes only what is missing: more responses or exit layers can be added
     later. The responses that are cached already must be the first of `responses`, or begin with them; those
     beyond stay on the disk, but are not in what is returned. What would exceed `max_gb` is left out, and that
-    is said. Raises ValueError for a cache of another base or of other responses.
+    is said. Raises ValueError for a cache of another base or of other responses, and, before anything is written,
+    where the disk has no room for it.
     """
     index = open_index(folder, backbone, fingerprint)
     done: dict[str, int] = index["num_rows"]
@@ -46,6 +51,7 @@ def extend_cache(
     done |= {name: 0 for name in sorted(wanted) if name not in done}
     responses = responses[: num_fitting(responses, cached_layers(done), backbone, max_gb)]
     num_cached = check_sequences(folder, responses)
+    check_disk(folder, sum(response.length for response in responses), {name: done[name] for name in wanted}, backbone)
     folder.mkdir(parents=True, exist_ok=True)
     if len(responses) > num_cached:
         write_responses(folder / "sequences.jsonl", responses)
@@ -111,6 +117,33 @@ def check_sequences(folder: Path, responses: Sequence[Response]) -> int:
 def _to_bits(values: Tensor) -> np.ndarray:  # [T, D] or [T], the same out
     values = values.contiguous().cpu()
     return (values.view(torch.int16) if values.dtype.itemsize == 2 else values).numpy()
+
+
+def check_disk(
+    folder: Path,
+    num_rows: int,  # that the cache is to have
+    done: Mapping[str, int],  # by column: rows that it has
+    backbone: Backbone,
+) -> None:
+    """Raise ValueError where the columns, as far as they are missing, do not fit on the disk."""
+    num_bytes = 0
+    for name, num_done in done.items():
+        numpy_type, width = column_type(name, backbone.dtype, backbone.hidden_size)
+        num_bytes += max(0, num_rows - num_done) * np.dtype(numpy_type).itemsize * max(1, width)
+    free = free_disk(folder)
+    if num_bytes > free:
+        raise ValueError(
+            f"the cache {folder} needs {num_bytes / 1e9:.2f} GB of disk for {num_rows} tokens, and {free / 1e9:.2f} GB "
+            "are free; make room, lower data.max_cache_gb or data.num_tokens, or choose another --output"
+        )
+
+
+def free_disk(folder: Path) -> int:
+    """Bytes that are free where `folder` is, or will be."""
+    folder = folder.absolute()
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
 
 
 def _write_rows(path: Path, start: int, values: np.ndarray) -> None:

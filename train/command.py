@@ -1,19 +1,32 @@
 """`hispec-train`: from a base model to an adapter with trained exit heads."""
 
 import argparse
+import json
 import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, get_args
 
+from transformers import PreTrainedModel
+
 from ..checkpoints import check_push, load_base, push_adapter
-from ..heads import HeadKind
-from ..recipes import Recipe, load_recipe
-from .pipeline import make_adapter, preprocess
+from ..heads import EarlyExitModel, HeadKind
+from ..recipes import (
+    Recipe,
+    describe_recipes,
+    load_recipe,
+    override,
+    parse_exit_layers,
+    resolve_exit_layers,
+    show_exit_layers,
+)
+from .pipeline import make_adapter, preprocess, resolve
 from .plan import describe_plan
 from .report import describe_report
+from .usage import describe_usage
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -23,6 +36,15 @@ def build_parser() -> argparse.ArgumentParser:
         description="Train early-exit heads for a causal LM on its own responses; save them as an adapter. "
         "The same command again, without --no-resume, goes on after any interruption where it was.",
     )
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="KEY=VALUE",
+        help="values put over the recipe's, in YAML, such as training.learning_rate=3e-4; flags win over them",
+    )
+    parser.add_argument(
+        "--list-recipes", "--list_recipes", action="store_true", help="list the recipes that have an alias, and end"
+    )
     parser.add_argument("--model", metavar="NAME", help="alias, hub id or folder of the base model")
     parser.add_argument("--recipe", metavar="NAME", help="recipe: an alias or a YAML file (default: that of --model)")
     parser.add_argument(
@@ -30,7 +52,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--exit_layers",
         type=_layers,
         metavar="N,N",
-        help="decoder layers run before each head (default: the recipe's, or about 1/8 and 1/4 of the depth)",
+        help="decoder layers run before each head, counts (4,8) or fractions of the depth (1/8,1/4), one or more "
+        "(default: the recipe's, or about 1/8 and 1/4)",
     )
     parser.add_argument(
         "--head",
@@ -118,7 +141,10 @@ def _add_data_flags(parser: argparse.ArgumentParser) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code: 0, 2 for what the user can mend, 130 after Ctrl-C."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    options = build_parser().parse_args(arguments)
+    options = build_parser().parse_intermixed_args(arguments)
+    if options.list_recipes:
+        print(describe_recipes())
+        return 0
     try:
         return _run(options, ["hispec-train", *arguments])
     except KeyboardInterrupt:
@@ -131,25 +157,25 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def resolve_recipe(options: argparse.Namespace) -> Recipe:
-    """The recipe with every flag that was given put over it."""
+    """The recipe with the overrides, and then every flag that was given, put over it."""
     if options.recipe is None and options.model is None:
         raise ValueError("name a base model with --model or a recipe with --recipe, for example --model smollm2")
     recipe = load_recipe(options.recipe if options.recipe is not None else options.model)
+    heads = {
+        "heads.exit_layers": options.exit_layers,
+        "heads.kinds": options.head,
+        "heads.committed_context": options.committed_context,
+        "heads.draft_vocab_size": options.draft_vocab_size,
+    }
+    whole_vocabulary = {"heads.draft_vocab_size": None} if options.draft_vocab_size == 0 else {}
+    recipe = override(recipe, options.overrides, _given(heads) | whole_vocabulary)
     if options.recipe is not None and options.model is not None:
         other = load_recipe(options.model)
         # Named after its model, so that it does not go into the folder of the recipe's own runs.
         recipe = recipe if other.model == recipe.model else replace(recipe, name=other.name, model=other.model)
-    size = options.draft_vocab_size
     states = None if options.online is None else "online" if options.online else "cached"
-    heads = {
-        "exit_layers": options.exit_layers,
-        "kinds": options.head,
-        "committed_context": options.committed_context,
-        "draft_vocab_size": size,
-    }
     return replace(
         recipe,
-        heads=replace(recipe.heads, **{**_given(heads), **({"draft_vocab_size": None} if size == 0 else {})}),
         data=replace(
             recipe.data,
             **_given({"prompts": options.data, "num_tokens": options.num_tokens, "states": states}),
@@ -168,8 +194,9 @@ def _run(options: argparse.Namespace, command: Sequence[str]) -> int:
         raise ValueError("--private goes with --push-to-hub only; leave it out")
     print(f"{recipe.name}: {recipe.model.source}, run in {recipe.output_folder()}", file=sys.stderr)
     base, tokenizer = load_base(recipe.model.source, dtype=options.dtype, revision=recipe.model.revision)
+    recipe, cache_layers = _resolve_layers(recipe, options.cache_layers, base)
     if options.dry_run:
-        print(describe_plan(recipe, base, tokenizer, cache_layers=options.cache_layers, resume=options.resume))
+        print(describe_plan(recipe, base, tokenizer, cache_layers=cache_layers, resume=options.resume))
         return 0
     try:
         if options.preprocess_only:
@@ -177,7 +204,7 @@ def _run(options: argparse.Namespace, command: Sequence[str]) -> int:
             print(f"sequences: {len(responses)} in {recipe.output_folder() / 'responses.jsonl'}")
             return 0
         adapter = make_adapter(
-            recipe, base, tokenizer, cache_layers=options.cache_layers, resume=options.resume, command=command
+            recipe, base, tokenizer, cache_layers=cache_layers, resume=options.resume, command=command
         )
     except OSError as error:
         what = f"{error.strerror or error}: {error.filename}" if error.filename else error.strerror or error
@@ -186,6 +213,7 @@ def _run(options: argparse.Namespace, command: Sequence[str]) -> int:
             "--output: what is there is kept, and the same command goes on where it was"
         ) from error
     print(describe_report(adapter))
+    print(describe_usage(json.loads((adapter / "run.json").read_text(encoding="utf-8"))["usage"]))
     print(f"adapter: {adapter}")
     if options.push_to_hub is not None:
         _push(adapter, options.push_to_hub, private=options.private)
@@ -203,12 +231,27 @@ def _push(adapter: Path, repo: str, *, private: bool) -> None:
         raise
 
 
+def _resolve_layers(
+    recipe: Recipe, cache_layers: Sequence[int | Fraction], base: PreTrainedModel
+) -> tuple[Recipe, tuple[int, ...]]:
+    """The recipe, and the layers to cache, with counts for layers; says which where they were not written."""
+    written = recipe.heads.exit_layers
+    recipe = resolve(recipe, base)
+    num_layers = EarlyExitModel.from_configs(base, []).backbone.num_layers
+    if written != recipe.heads.exit_layers:
+        why = "about 1/8,1/4" if written is None else show_exit_layers(written)
+        print(f"exit layers {show_exit_layers(recipe.heads.counts())} of {num_layers} ({why})", file=sys.stderr)
+    return recipe, resolve_exit_layers(cache_layers, num_layers) if cache_layers else ()
+
+
 def _given(values: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def _layers(text: str) -> tuple[int, ...]:
+def _layers(text: str) -> tuple[int | Fraction, ...]:
     try:
-        return tuple(int(part) for part in text.split(","))
+        return parse_exit_layers(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of layers; write counts such as 4,8") from None
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no list of layers; write counts such as 4,8 or fractions of the depth such as 1/8,1/4"
+        ) from None

@@ -122,18 +122,22 @@ def read_sequences(
         raise ValueError(f"the data {data.recipe.prompts!r}: {error}") from error
 
 
-def sample_sequences(data: Data, maker: SequenceMaker, num_rows: int) -> list[Response]:
-    """The sequences of the first rows, for a look ahead; ValueError where there is none."""
+def sample_sequences(data: Data, maker: SequenceMaker, num_rows: int) -> tuple[list[Response], bool]:
+    """The sequences of the first rows, for a look ahead, and whether these are all; ValueError where there is none."""
     sequences: list[Response] = []
     reason = ""
-    for _, row in islice(data.source.rows(), num_rows):
+    is_whole = True
+    for number, (_, row) in enumerate(islice(data.source.rows(), num_rows + 1)):
+        if number == num_rows:
+            is_whole = False
+            break
         try:
             sequences += maker.make(read_example(row, data.format))[0]
         except UnusableRowError as error:
             reason = str(error)
     if not sequences:
         raise ValueError(f"the data {data.recipe.prompts!r}: none of the first rows can be trained on: {reason}")
-    return sequences
+    return sequences, is_whole
 
 
 def check_template(data: Data, tokenizer: Any) -> None:

@@ -19,6 +19,8 @@ from .tally import Calibration, Chains, Means
 from .windows import fixed_distance, random_windows
 
 TARGET = "target"
+DISTANCES = tuple(range(1, 9))
+"""Rows back to the committed context, for each of which the final measurement has figures of its own."""
 
 
 class Scores(NamedTuple):
@@ -36,7 +38,7 @@ def evaluate(
     indices: Sequence[int],  # sequences of the cache
     *,
     max_window: int,
-    distances: Sequence[int] = range(1, 9),
+    distances: Sequence[int] = DISTANCES,
     batch_tokens: int = 4096,
     seed: int = 0,
     show_progress: bool = False,

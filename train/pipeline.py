@@ -12,15 +12,16 @@ from typing import Any
 from filelock import FileLock, Timeout
 from transformers import PreTrainedModel
 
-from ..checkpoints import fingerprint, save_adapter, write_atomically
+from ..checkpoints import check_replaceable, fingerprint, save_adapter, write_atomically
 from ..heads import EarlyExitModel
 from ..infer import Engine
-from ..recipes import DataRecipe, Recipe, default_exit_layers
+from ..recipes import DataRecipe, Recipe, resolve_exit_layers
 from .cache import StateCache, StateSource
 from .cache_writer import extend_cache
 from .curve import read_curve
 from .data_stage import Data, check_template, load_prompts, open_data, own_settings, prompt_settings, read_sequences
 from .evaluate import evaluate
+from .heap import give_back
 from .online import OnlineStates, check_states
 from .preview import show_sample
 from .prompts import Prompt, encode_prompt, fingerprint_prompts, is_held_out
@@ -30,7 +31,13 @@ from .responses import Response, regenerate, response_order
 from .sequences import SequenceMaker, describe_progress
 from .split import split_sequences
 from .trainer import Trainer
+from .usage import UsageFile
 from .vocabulary import frequent_tokens
+
+PREFILL_TOKENS = 4096
+"""Prompt tokens read in a step of regeneration: nobody waits for single answers, so as many at once as pays."""
+
+USAGE_FILE = "usage.json"
 
 HARMLESS = ("eval_interval", "checkpoint_interval", "accumulation_steps")
 """Settings that may change when a run goes on."""
@@ -52,16 +59,20 @@ def make_adapter(
     folder = recipe.output_folder()
     recipe = resolve(recipe, base)
     check_states(recipe, cache_layers)
+    check_adapter_folder(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    assert recipe.heads.exit_layers is not None
+    usage = UsageFile(folder / USAGE_FILE, base.device)
     with alone_in(folder):
-        responses = prepare_responses(folder, base, tokenizer, recipe.data, seed=recipe.training.seed)
+        with usage.stage("responses", anew=not (folder / "responses.jsonl").exists()):
+            responses = prepare_responses(folder, base, tokenizer, recipe.data, seed=recipe.training.seed)
+        give_back()
         states: StateSource
         if recipe.data.states == "online":
             states = OnlineStates(responses)
         else:
-            layers = sorted({*recipe.heads.exit_layers, *cache_layers})
-            states = cache_states(folder, responses, base, layers, max_gb=recipe.data.max_cache_gb)
+            layers = sorted({*recipe.heads.counts(), *cache_layers})
+            with usage.stage("cache", anew=not (folder / "cache").exists()):
+                states = cache_states(folder, responses, base, layers, max_gb=recipe.data.max_cache_gb)
         return train_adapter(folder, states, base, recipe, resume=resume, command=command)
 
 
@@ -74,6 +85,19 @@ def preprocess(recipe: Recipe, base: PreTrainedModel, tokenizer: Any) -> list[Re
     folder.mkdir(parents=True, exist_ok=True)
     with alone_in(folder):
         return prepare_responses(folder, base, tokenizer, recipe.data, seed=recipe.training.seed)
+
+
+def check_adapter_folder(folder: Path) -> None:
+    """Raise ValueError, before hours of work, where the run could not write `folder/adapter` at its end, or would
+    replace one that it has not made."""
+    check_replaceable(folder / "adapter")
+    if (folder / "adapter" / "adapter_config.json").exists() and not any(
+        (folder / name).exists() for name in ("responses.json", "data.json")
+    ):
+        raise ValueError(
+            f"{folder / 'adapter'} is the adapter of another run, whose responses are not there; choose another "
+            "--output folder"
+        )
 
 
 @contextmanager
@@ -89,7 +113,7 @@ def alone_in(folder: Path) -> Iterator[None]:
 def resolve(recipe: Recipe, base: PreTrainedModel) -> Recipe:
     """The recipe with its exit layers filled in; raises ValueError for heads that the base cannot have."""
     num_layers = EarlyExitModel.from_configs(base, []).backbone.num_layers
-    exit_layers = recipe.heads.exit_layers or default_exit_layers(num_layers)
+    exit_layers = resolve_exit_layers(recipe.heads.exit_layers, num_layers)
     EarlyExitModel.from_configs(base, recipe.heads.configs(exit_layers))
     recipe.training.check_exits(len(exit_layers))
     return replace(recipe, heads=replace(recipe.heads, exit_layers=exit_layers))
@@ -192,20 +216,24 @@ def train_adapter(
     command: Sequence[str] = (),
 ) -> Path:
     """Train the recipe's heads on a cache, measure them and write `folder/adapter`."""
+    usage = UsageFile(folder / USAGE_FILE, base.device)
     training, held_out = split_sequences(cache.sequences, recipe.data.held_out_fraction, num_tokens)
     model = make_model(base, recipe, [cache.sequences[index] for index in training])
     is_trained = any(True for _ in model.heads.parameters())
     if is_trained:
         settings = training_settings(recipe, len(training))
-        Trainer(
-            model, cache, training, held_out, folder, settings=settings, resume=resume, **asdict(recipe.training)
-        ).run()
+        with usage.stage("train", anew=not resume or not (folder / "checkpoints").exists()):
+            Trainer(
+                model, cache, training, held_out, folder, settings=settings, resume=resume, **asdict(recipe.training)
+            ).run()
     model.heads.to(base.dtype)
+    with usage.stage("evaluate", anew=True):
+        report = evaluate(model, cache, held_out, max_window=recipe.training.max_window, show_progress=True)
     record = training_record(
         model,
         command=command or ["hispec.train"],
         recipe=recipe.to_dict(),
-        acceptance=evaluate(model, cache, held_out, max_window=recipe.training.max_window, show_progress=True),
+        acceptance=report,
         # Where nothing is trained, a curve in the folder is that of other heads.
         curve=read_curve(folder / "metrics.jsonl") if is_trained else [],
         data={
@@ -214,6 +242,7 @@ def train_adapter(
             "num_held_out_responses": len(held_out),
         },
     )
+    record["usage"] = usage.read()
     save_adapter(model, folder / "adapter", run=record, report=report_files(record))
     return folder / "adapter"
 
@@ -231,8 +260,7 @@ def training_settings(recipe: Recipe, num_responses: int | None) -> dict[str, An
 
 def make_model(base: PreTrainedModel, recipe: Recipe, responses: Sequence[Response]) -> EarlyExitModel:
     """New heads; their draft vocabulary is what `responses` say most often."""
-    assert recipe.heads.exit_layers is not None
-    model = EarlyExitModel.from_configs(base, recipe.heads.configs(recipe.heads.exit_layers))
+    model = EarlyExitModel.from_configs(base, recipe.heads.configs(recipe.heads.counts()))
     size = recipe.heads.draft_vocab_size
     if size is not None:
         ids = frequent_tokens(responses, size, model.backbone.vocab_size).to(model.backbone.device)
@@ -246,8 +274,9 @@ def make_model(base: PreTrainedModel, recipe: Recipe, responses: Sequence[Respon
 def make_engine(base: PreTrainedModel, tokenizer: Any, data: DataRecipe) -> Engine:
     """An engine for the base alone."""
     model = EarlyExitModel.from_configs(base, [])
-    # Nobody waits for single answers: prompts are read as many at once as pays.
-    return Engine(model, tokenizer, method="autoregressive", max_num_seqs=data.batch_size, max_prefill_tokens=4096)
+    return Engine(
+        model, tokenizer, method="autoregressive", max_num_seqs=data.batch_size, max_prefill_tokens=PREFILL_TOKENS
+    )
 
 
 def render(engine: Engine, prompts: Sequence[Prompt]) -> list[list[int]]:

@@ -1,10 +1,9 @@
 """The plan: what a run would do, what of it is done already, and what the rest costs on this machine."""
 
-import tempfile
-import time
+import gc
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,16 @@ from transformers import PreTrainedModel
 
 from ..checkpoints import fingerprint, load_training_state
 from ..heads import EarlyExitModel
-from ..infer import Engine, SamplingParams
+from ..heads.product import can_pack
+from ..infer import Engine
 from ..recipes import Recipe
-from .cache import StateSource, bytes_per_token, cached_layers, wanted_columns
-from .cache_writer import check_sequences, extend_cache, num_fitting, open_index
-from .data_stage import check_template, load_prompts, open_data, prompt_settings, sample_sequences
-from .online import OnlineStates, check_states
+from .cache import bytes_per_token, cached_layers, wanted_columns
+from .cache_writer import check_sequences, free_disk, num_fitting, open_index
+from .data_stage import Data, check_template, load_prompts, open_data, prompt_settings, sample_sequences
+from .estimate import NOTHING, Done, Probed, Sizes, Work, estimate_disk, estimate_memory, estimate_seconds, plan_work
+from .online import check_states
 from .pipeline import (
+    check_adapter_folder,
     check_settings,
     check_split,
     make_engine,
@@ -30,52 +32,29 @@ from .pipeline import (
     response_settings,
     training_settings,
 )
+from .probe import probe
 from .prompts import Prompt, is_held_out
-from .responses import Response, read_beginning, read_responses
+from .responses import read_beginning, read_responses
 from .sequences import read_made
 from .split import split_sequences
-from .trainer import Trainer
+from .usage import show_memory, show_seconds
 
-NUM_PROBED = 16
-"""Prompts that the probe reads."""
 NUM_SAMPLED = 64
 """Rows of a data set from which the length of its sequences is told."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rates:
-    """What this machine does in a second, measured on a few prompts."""
+class Look:
+    """What is seen of the data before a run."""
 
-    responses: float
-    """Response tokens regenerated."""
-    cached: float
-    """Tokens, of prompts and responses, read into the cache."""
-    trained: float
-    """Response tokens trained on, by all heads."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Done:
-    """What a run finds in its folder."""
-
-    num_responses: int
-    """Responses."""
-    num_response_tokens: int
-    """Their tokens."""
-    num_cached: int
-    """Tokens for which the cache has everything that is wanted."""
-    num_steps: int
-    """Training steps to go on from."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shape:
-    """Mean tokens of a sequence, as far as it is known before."""
-
-    prompt: float
-    """Only read."""
-    response: float
-    """Trained on."""
+    prompts: list[Prompt] | None
+    """What the base is asked; None where the data's own responses are trained on."""
+    rendered: list[list[int]]
+    """Token ids that are only read, of each prompt or of some sequences."""
+    mean_response: float | None
+    """Answer tokens of a sequence; None where the base makes them."""
+    num_possible: int
+    """Responses that there can be at most."""
 
 
 def describe_plan(
@@ -92,39 +71,49 @@ def describe_plan(
     """
     recipe = resolve(recipe, base)
     check_states(recipe, cache_layers)
-    assert recipe.heads.exit_layers is not None
-    folder, seed = recipe.output_folder(), recipe.training.seed
+    folder = recipe.output_folder()
+    check_adapter_folder(folder)
     data = open_data(recipe.data, folder)
     check_template(data, tokenizer)
     engine = make_engine(base, tokenizer, recipe.data)
-    layers = sorted({*recipe.heads.exit_layers, *cache_layers})
+    look = _look_at(folder, data, engine, seed=recipe.training.seed)
+    layers = sorted({*recipe.heads.counts(), *cache_layers})
     model = make_model(base, recipe, [])
-    prompts: list[Prompt] | None = None
+    done = find_done(recipe, model, engine, look.prompts, layers, resume=resume)
+    # Before the probe, which must find as much memory as a run does.
+    lines = [_describe_base(recipe, base, model), *_describe_heads(model), _describe_data(data, look.prompts)]
+    bytes_per_row = 0 if recipe.data.states == "online" else bytes_per_token(model.backbone, layers)
+    sizes = _measure_sizes(model, bytes_per_row, is_packed=engine.model.is_packed)
     if data.is_trained_on:
-        maker, _ = open_sequences(folder, base, tokenizer, data, seed=seed)
-        samples = sample_sequences(data, maker, NUM_SAMPLED)
-        num_answer_tokens = sum(sample.num_answer_tokens for sample in samples)
-        per_response = Shape(
-            prompt=(sum(sample.length for sample in samples) - num_answer_tokens) / len(samples),
-            response=num_answer_tokens / len(samples),
-        )
-        rendered = [[*sample.prompt_token_ids, *sample.token_ids] for sample in samples]
-        described = f"data       {data.describe()}"
-    else:
-        check_settings(folder / "data.json", prompt_settings(data))
-        prompts = load_prompts(folder, data, engine, write=False)
-        check_split(prompts, recipe.data.held_out_fraction)
-        rendered = render(engine, prompts)
-        per_response = Shape(prompt=sum(map(len, rendered)) / len(rendered), response=0.6 * recipe.data.max_new_tokens)
-        described = _describe_data(recipe, prompts)
-    done = find_done(recipe, model, engine, prompts, layers, resume=resume)
-    rates = probe(recipe, base, engine, rendered, layers, answer=not data.is_trained_on)
-    lines = [
-        _describe_base(recipe, base, model),
-        *_describe_heads(model),
-        described,
-        *_describe_stages(recipe, model, rates, done, layers, per_response),
-    ]
+        sizes = replace(sizes, packed=0, bytes_per_kv_token=0)
+    del engine, model
+    gc.collect()
+    work = plan_work(
+        recipe,
+        done,
+        mean_prompt=sum(map(len, look.rendered)) / len(look.rendered),
+        mean_response=look.mean_response,
+        num_possible=look.num_possible,
+        bytes_per_row=sizes.bytes_per_row,
+        has_weights=sizes.num_parameters > 0,
+    )
+    probed = probe(
+        recipe,
+        base,
+        tokenizer,
+        look.rendered,
+        layers,
+        makes_responses=not data.is_trained_on,
+        mean_response=work.mean_response,
+        num_rows=work.num_rows,
+        num_held_out=work.num_held_out,
+    )
+    lines += _describe_stages(recipe, work, done, probed, sizes)
+    some_ids = [token_id for prompt in look.rendered[:100] for token_id in prompt]
+    disk = estimate_disk(work, recipe, sizes, base.dtype.itemsize, some_ids)
+    free = free_disk(folder)
+    enough = "" if disk <= free else ", which is not enough"
+    lines.append(f"disk       {disk / 1e9:.2f} GB in {folder}, where {free / 1e9:.1f} GB are free{enough}")
     return "\n".join(lines)
 
 
@@ -168,75 +157,6 @@ def find_done(
     )
 
 
-def probe(
-    recipe: Recipe,
-    base: PreTrainedModel,
-    engine: Engine,
-    rendered: Sequence[list[int]],
-    layers: Sequence[int],
-    *,
-    answer: bool,  # whether the base makes the responses
-) -> Rates:
-    """Run each stage on a few prompts and take the time."""
-    per_token = _probe_responses(engine, rendered[: recipe.data.batch_size]) if answer else 0.0
-    # What follows needs no real responses, only rows: the later part of a prompt stands for one.
-    samples = [
-        Response(
-            prompt_id=str(number),
-            kind="",
-            sample=0,
-            prompt_token_ids=token_ids[: max(1, len(token_ids) // 4)],
-            token_ids=token_ids[max(1, len(token_ids) // 4) :],
-        )
-        for number, token_ids in enumerate(rendered[:NUM_PROBED])
-        if len(token_ids) > 1
-    ]
-    num_rows = sum(sample.length for sample in samples)
-    with tempfile.TemporaryDirectory() as folder:
-        backbone = EarlyExitModel.from_configs(base, []).backbone
-        start = time.perf_counter()
-        states: StateSource = extend_cache(
-            Path(folder) / "cache",
-            samples,
-            backbone,
-            layers,
-            fingerprint=fingerprint(base),
-            show_progress=False,
-        )
-        cached = num_rows / (time.perf_counter() - start)
-        if recipe.data.states == "online":
-            states = OnlineStates(samples)
-        trained = _probe_training(recipe, base, states, Path(folder))
-    return Rates(responses=1 / per_token if answer else float("inf"), cached=cached, trained=trained)
-
-
-def _probe_responses(engine: Engine, rendered: Sequence[list[int]]) -> float:
-    """Seconds a token."""
-    for token_ids in rendered:
-        engine.add_request(token_ids, SamplingParams(max_new_tokens=8, ignore_eos=True))
-    seconds = []
-    while engine.has_unfinished:
-        start = time.perf_counter()
-        engine.step()
-        seconds.append(time.perf_counter() - start)
-    # The steps that read prompts in are the slowest; a response has far more of the others.
-    return sorted(seconds)[len(seconds) // 4] / len(rendered)
-
-
-def _probe_training(recipe: Recipe, base: PreTrainedModel, cache: StateSource, folder: Path) -> float:
-    model = make_model(base, recipe, cache.sequences)
-    if not any(True for _ in model.heads.parameters()):
-        return float("inf")
-    everything = list(range(len(cache.sequences)))
-    num_tokens = sum(sequence.num_answer_tokens for sequence in cache.sequences)
-    settings = replace(recipe.training, batch_tokens=num_tokens, num_epochs=2, max_steps=2)
-    trainer = Trainer(model, cache, everything, everything, folder, **asdict(settings))
-    trainer.step()
-    start = time.perf_counter()
-    trainer.step()
-    return num_tokens / (time.perf_counter() - start)
-
-
 def _describe_base(recipe: Recipe, base: PreTrainedModel, model: EarlyExitModel) -> str:
     size = sum(parameter.numel() for parameter in base.parameters())
     return (
@@ -259,52 +179,91 @@ def _describe_heads(model: EarlyExitModel) -> list[str]:
     return lines
 
 
-def _describe_data(recipe: Recipe, prompts: Sequence[Prompt]) -> str:
+def _look_at(folder: Path, data: Data, engine: Engine, *, seed: int) -> Look:
+    recipe, tokenizer = data.recipe, engine.tokenizer
+    if not data.is_trained_on:
+        check_settings(folder / "data.json", prompt_settings(data))
+        prompts = load_prompts(folder, data, engine, write=False)
+        check_split(prompts, recipe.held_out_fraction)
+        num_possible = len(prompts) * (recipe.greedy + recipe.num_sampled)
+        return Look(prompts=prompts, rendered=render(engine, prompts), mean_response=None, num_possible=num_possible)
+    maker, _ = open_sequences(folder, engine.model.base, tokenizer, data, seed=seed)
+    samples, is_whole = sample_sequences(data, maker, NUM_SAMPLED)
+    made, is_made = read_made(folder, recipe.num_tokens)
+    # How many a longer set holds is not known; as many as are wanted, if they were of one token each.
+    num_possible = len(made) if is_made else len(samples) if is_whole else recipe.num_tokens
+    return Look(
+        prompts=None,
+        rendered=[sample.read_ids for sample in samples],
+        mean_response=sum(sample.num_answer_tokens for sample in samples) / len(samples),
+        num_possible=num_possible,
+    )
+
+
+def _describe_data(data: Data, prompts: Sequence[Prompt] | None) -> str:
+    recipe = data.recipe
+    if prompts is None:
+        return f"data       {data.describe()}"
     kinds = ", ".join(f"{kind} {count}" for kind, count in Counter(p.kind for p in prompts).most_common())
-    num_held_out = sum(is_held_out(prompt.id, recipe.data.held_out_fraction) for prompt in prompts)
-    return f"data       {recipe.data.prompts}: {len(prompts)} prompts ({kinds}), {num_held_out} held out"
+    num_held_out = sum(is_held_out(prompt.id, recipe.held_out_fraction) for prompt in prompts)
+    return f"data       {recipe.prompts}: {len(prompts)} prompts ({kinds}), {num_held_out} held out"
 
 
-def _describe_stages(
-    recipe: Recipe, model: EarlyExitModel, rates: Rates, done: Done, layers: Sequence[int], shape: Shape
-) -> list[str]:
-    data, training = recipe.data, recipe.training
-    mean_prompt, mean_response = shape.prompt, shape.response
-    if done.num_responses:
-        mean_response = done.num_response_tokens / done.num_responses
-    num_rows = int(data.num_tokens * (1 + mean_prompt / mean_response))
-    is_online = data.states == "online"
-    bytes_per_row = 0 if is_online else bytes_per_token(model.backbone, layers)
-    if not is_online:
-        num_rows = min(num_rows, int(data.max_cache_gb * 1e9) // bytes_per_row)
-    num_trained = int(num_rows * mean_response / (mean_prompt + mean_response) * (1 - data.held_out_fraction))
-    num_steps = max(1, training.num_epochs * num_trained // training.batch_tokens)
-    num_steps = min(num_steps, training.max_steps or num_steps)
-    left = {
-        "responses": max(0, data.num_tokens - done.num_response_tokens) / rates.responses,
-        "cache": 0.0 if is_online else max(0, num_rows - done.num_cached) / rates.cached,
-        "train": max(0, num_steps - done.num_steps) * training.batch_tokens / rates.trained,
+def _measure_sizes(
+    model: EarlyExitModel,
+    bytes_per_row: int,  # of the cache
+    *,
+    is_packed: bool,  # whether the engine asked for packed copies
+) -> Sizes:
+    backbone, embeddings = model.backbone, model.base.get_input_embeddings().weight
+    num_base = sum(parameter.numel() for parameter in model.base.parameters())
+    # Packed is what is multiplied; embeddings are looked up, unless they are the LM head too.
+    num_packed = num_base if embeddings is backbone.lm_head.weight else num_base - embeddings.numel()
+    is_on_gpu = backbone.device.type == "cuda"
+    num_kv = 2 * backbone.num_layers * backbone.num_kv_heads * backbone.head_dim
+    return Sizes(
+        weights=num_base * backbone.dtype.itemsize,
+        packed=num_packed * backbone.dtype.itemsize * (is_packed and not is_on_gpu and can_pack(backbone.dtype)),
+        num_parameters=sum(parameter.numel() for parameter in model.heads.parameters()),
+        bytes_per_row=bytes_per_row,
+        bytes_per_kv_token=num_kv * backbone.dtype.itemsize,
+        is_on_gpu=is_on_gpu,
+        makes_kernels=not is_on_gpu and backbone.dtype.itemsize == 2,
+    )
+
+
+def _describe_stages(recipe: Recipe, work: Work, done: Done, probed: Probed, sizes: Sizes) -> list[str]:
+    """A line a stage: how much, how long, and how much memory it takes at most, with what fills it."""
+    seconds = estimate_seconds(work, probed.costs, done, recipe.data.max_new_tokens)
+    usage, parts = estimate_memory(work, probed, sizes)
+    if sizes.num_parameters:
+        train = f"about {work.num_steps} steps of {work.tokens_per_step:.0f} tokens, {done.num_steps} done"
+    else:
+        train = "nothing, the heads have no weights"
+    amounts = {
+        "responses": f"{recipe.data.num_tokens} tokens, {done.num_response_tokens} done",
+        "cache": f"about {work.num_rows} tokens, {done.num_cached} done"
+        if sizes.bytes_per_row
+        else "none, the base reads every batch in training",
+        "train": train,
+        "evaluate": f"about {work.num_held_out} tokens, {work.num_final_passes} times",
     }
-    size = sum(parameter.numel() for parameter in model.heads.parameters())
-    weights = sum(p.numel() * p.element_size() for p in model.base.parameters())
-    disk = num_rows * bytes_per_row + 2 * 12 * size + size * model.backbone.dtype.itemsize
-    memory = weights + 16 * size + training.batch_tokens * 64 * model.backbone.hidden_size * len(model.heads)
-    made = f"{_time(left['responses'])} at {rates.responses:.0f} tokens/s"
-    if rates.responses == float("inf"):
-        made = "read from the data"
-    return [
-        f"responses  at most {data.num_tokens} tokens, {done.num_response_tokens} done: {made}",
-        "cache      none: the base reads every batch in training"
-        if is_online
-        else f"cache      about {num_rows} tokens, {done.num_cached} done: {_time(left['cache'])} "
-        f"at {rates.cached:.0f} tokens/s",
-        f"train      about {num_steps} steps of {training.batch_tokens} tokens, {done.num_steps} done: "
-        f"{_time(left['train'])} at {rates.trained:.0f} tokens/s",
-        f"in all     {_time(sum(left.values()))}; {disk / 1e9:.1f} GB of disk in {recipe.output_folder()}, "
-        f"about {memory / 1e9:.1f} GB of memory and the KV cache of {data.batch_size} responses",
-    ]
-
-
-def _time(seconds: float) -> str:
-    minutes = round(seconds / 60)
-    return f"{minutes // 60} h {minutes % 60:02d} min" if minutes >= 60 else f"{minutes} min"
+    costs = probed.costs
+    rates = {}
+    if whole := estimate_seconds(work, costs, NOTHING, recipe.data.max_new_tokens)["responses"]:
+        rates["responses"] = work.num_response_tokens / whole
+    else:
+        amounts["responses"] = f"read from the data, at most {amounts['responses']}"
+    if costs.cached_token:
+        rates["cache"] = 1 / costs.cached_token
+    if costs.trained_token:
+        rates["train"] = 1 / costs.trained_token
+    lines = []
+    for stage, amount in amounts.items():
+        time = show_seconds(seconds[stage]) + (f" at {rates[stage]:.0f} tokens/s" if stage in rates else "")
+        memory = show_memory(usage[stage].memory, usage[stage].device_memory)
+        filled = ", ".join(f"{name} {value / 1e9:.2f}" for name, value in parts[stage].items() if value > 5e6)
+        lines.append(f"{stage:<10} {amount}: {time}; {memory}" + (filled and f" ({filled})"))
+    on_device = [use.device_memory for use in usage.values() if use.device_memory is not None]
+    highest = show_memory(max(use.memory for use in usage.values()), max(on_device, default=None))
+    return [*lines, f"in all     {show_seconds(sum(seconds.values()))} beside loading; {highest}"]

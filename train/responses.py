@@ -54,6 +54,15 @@ class Response:
         return [token_id for start, stop in self.answers for token_id in self.token_ids[start:stop]]
 
     @property
+    def read_ids(self) -> list[int]:
+        """The other tokens: what is only read."""
+        read, place = list(self.prompt_token_ids), 0
+        for start, stop in self.answers or [[0, len(self.token_ids)]]:
+            read += self.token_ids[place:start]
+            place = stop
+        return read
+
+    @property
     def num_answer_tokens(self) -> int:
         """How many `answer_ids` there are."""
         return sum(stop - start for start, stop in self.spans)

@@ -17,6 +17,7 @@ from .cache import StateSource, num_loss_rows
 from .curve import Curve
 from .evaluate import evaluate
 from .exit_losses import ExitLosses
+from .heap import give_back
 from .loss import make_loss
 from .responses import describe_responses
 from .split import drop_unmeasured, plan_batches, split_evenly
@@ -97,6 +98,7 @@ class Trainer:
                 self._evaluate_if_due()
                 while self.num_steps < len(self.batches):
                     losses = self.step()
+                    give_back()
                     progress.update(self.num_tokens[self.num_steps - 1])
                     progress.set_postfix_str(" ".join(f"{exit}: {value:.3f}" for exit, value in losses.items()))
                     if self.num_steps % self.checkpoint_interval == 0 or self.num_steps == len(self.batches):
