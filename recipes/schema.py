@@ -74,7 +74,7 @@ class DataRecipe:
     """Which prompts, and which responses the base is asked for."""
 
     prompts: str = "smollm2_prompts.jsonl"
-    """A JSONL file of prompts: a path, or the name of a file in hispec's recipes folder."""
+    """Prompts, or data with responses: a file, a folder, a hub data set, or a file in hispec's recipes folder."""
     greedy: bool = True
     """Whether each prompt gets the base's greedy response."""
     num_sampled: int = 1
@@ -91,6 +91,12 @@ class DataRecipe:
     """Share of the prompts that are kept from training and measured on."""
     max_cache_gb: float = 8.0
     """Most disk, in 1e9 bytes, for the cached hidden states."""
+    regenerate: bool = False
+    """Whether the base answers anew where the data holds responses; without any it always answers."""
+    max_length: int = 2048
+    """Longest sequence of a data set, in tokens; a longer one loses its prompt's beginning, or falls into pieces."""
+    max_prompts: int = 20_000
+    """Most rows of a data set that the base answers."""
     states: Literal["cached", "online"] = "cached"
     """Whether the base's hidden states are read once and kept on disk, or computed anew in every step."""
 
@@ -108,6 +114,8 @@ class DataRecipe:
                 f"data.held_out_fraction is {self.held_out_fraction}: nothing is left to train on; use 0.03"
             )
         _check_range("data.max_cache_gb", self.max_cache_gb, 0, above=True)
+        _check_range("data.max_length", self.max_length, 8)
+        _check_range("data.max_prompts", self.max_prompts, 2)
 
     def prompts_path(self) -> Path:
         """The prompts file, found; raises ValueError where there is none."""

@@ -51,7 +51,7 @@ def make_model(base, vocabularies):
 
 def read(model, cache):
     batch = cache.read(range(6), model.exit_layers, model.backbone)
-    return batch, random_windows(batch.lengths, batch.num_prompts, 4, 0)
+    return batch, random_windows(batch.lengths, batch.spans, 4, 0)
 
 
 def gradients(model, losses):
@@ -148,7 +148,7 @@ def test_a_batch_without_loss_rows_has_a_loss_and_a_gradient_of_nothing(base, tm
     extend_cache(tmp_path, responses, backbone, [2, 4], fingerprint=fingerprint(base), show_progress=False)
     batch = StateCache(tmp_path).read(range(3), (2, 4), backbone)
     assert len(batch.loss_rows) == 0
-    windows = random_windows(batch.lengths, batch.num_prompts, 4, 0)
+    windows = random_windows(batch.lengths, batch.spans, 4, 0)
     losses = ExitLosses(model, make_loss("forward_kl + acceptance_length"), against=1.0)(batch, windows)
     assert [loss.item() for loss in losses] == [0.0, 0.0]
     assert all(not gradient.any() for gradient in gradients(model, losses))

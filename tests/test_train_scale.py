@@ -85,7 +85,7 @@ def test_checkpointed_activations_give_the_same_gradients(make_base, tmp_path, n
     backbone = EarlyExitModel.from_configs(base, []).backbone
     cache = extend_cache(tmp_path, random_responses(4), backbone, [2], fingerprint=fingerprint(base))
     batch = cache.read([0, 1, 2], (0, 2), backbone)
-    windows = random_windows(batch.lengths, batch.num_prompts, 8, 0)
+    windows = random_windows(batch.lengths, batch.spans, 8, 0)
     model = make_model(base)
     model.heads.float().requires_grad_(True)
     gradients = []

@@ -69,7 +69,7 @@ def test_places_are_those_of_the_engine(base, tmp_path, num_draft_tokens):
     for number, completion in enumerate(completions):
         batch = cache.read([number], (3, 5), model.backbone)
         agrees = [
-            hop_scores(model, batch, fixed_distance(batch.lengths, batch.num_prompts, place + 1))["3->target"][0].bool()
+            hop_scores(model, batch, fixed_distance(batch.lengths, batch.spans, place + 1))["3->target"][0].bool()
             for place in range(num_draft_tokens)
         ]
         newest, accepted = 0, []

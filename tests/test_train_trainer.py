@@ -227,7 +227,7 @@ def test_evaluation_is_the_definition(base, cache):
     model.heads[0].draft_vocab_ids.copy_(ids)
     model.refresh_draft_vocab()
     batch = cache.read([3, 8], (2, 4), model.backbone)
-    scores = hop_scores(model, batch, random_windows(batch.lengths, batch.num_prompts, 8, 0), rows_per_chunk=5)
+    scores = hop_scores(model, batch, random_windows(batch.lengths, batch.spans, 8, 0), rows_per_chunk=5)
     vocab_size = model.backbone.vocab_size
     for column, row in enumerate(batch.loss_rows.tolist()):
         probs = {"target": model.backbone.logits(batch.final[row]).softmax(-1)}
@@ -250,8 +250,7 @@ def test_distances_matter_only_to_heads_with_committed_context(base, cache, tmp_
     make_trainer(with_context, cache, tmp_path).run()
     batch = cache.read(HELD_OUT, (0, 2), with_context.backbone)
     scores = [
-        hop_scores(with_context, batch, fixed_distance(batch.lengths, batch.num_prompts, distance))
-        for distance in (1, 4)
+        hop_scores(with_context, batch, fixed_distance(batch.lengths, batch.spans, distance)) for distance in (1, 4)
     ]
     assert not torch.equal(scores[0]["0->target"], scores[1]["0->target"])
     report = evaluate(with_context, cache, HELD_OUT, max_window=8)
@@ -286,9 +285,9 @@ def test_damaged_curve_is_named(tmp_path):
 def test_every_step_has_windows_of_its_own(base, cache, tmp_path, monkeypatch):
     seeds = []
 
-    def recorded(lengths, num_prompts, max_window, seed):
+    def recorded(lengths, spans, max_window, seed):
         seeds.append(seed)
-        return random_windows(lengths, num_prompts, max_window, seed)
+        return random_windows(lengths, spans, max_window, seed)
 
     monkeypatch.setattr(share, "random_windows", recorded)
     trainer = make_trainer(make_model(base), cache, tmp_path)

@@ -5,6 +5,7 @@ import torch
 from hispec.train.windows import fixed_distance, gather_context, random_windows, window_starts
 
 LENGTHS, NUM_PROMPTS = [30, 5, 1, 9], [4, 5, 1, 1]
+SPANS = [[(4, 30)], [(5, 5)], [(1, 1)], [(1, 9)]]
 
 
 def split(known):
@@ -15,7 +16,7 @@ def test_random_windows_are_runs_of_at_most_max_window_rows():
     sizes = set()
     for seed in range(20):
         for known, length, num_prompt in zip(
-            split(random_windows(LENGTHS, NUM_PROMPTS, 8, seed)), LENGTHS, NUM_PROMPTS, strict=True
+            split(random_windows(LENGTHS, SPANS, 8, seed)), LENGTHS, NUM_PROMPTS, strict=True
         ):
             assert known[:num_prompt] == list(range(-1, num_prompt - 1))
             start = num_prompt
@@ -29,19 +30,19 @@ def test_random_windows_are_runs_of_at_most_max_window_rows():
 
 
 def test_random_windows_follow_their_seed():
-    same = [random_windows(LENGTHS, NUM_PROMPTS, 8, seed) for seed in (3, 3, 4)]
+    same = [random_windows(LENGTHS, SPANS, 8, seed) for seed in (3, 3, 4)]
     assert torch.equal(same[0], same[1])
     assert not torch.equal(same[0], same[2])
 
 
 def test_window_of_one_row_knows_the_row_before():
     expected = [row - 1 for length in LENGTHS for row in range(length)]
-    assert random_windows(LENGTHS, NUM_PROMPTS, 1, 0).tolist() == expected
-    assert fixed_distance(LENGTHS, NUM_PROMPTS, 1).tolist() == expected
+    assert random_windows(LENGTHS, SPANS, 1, 0).tolist() == expected
+    assert fixed_distance(LENGTHS, SPANS, 1).tolist() == expected
 
 
 def test_fixed_distance_never_forgets_the_prompt():
-    known = split(fixed_distance(LENGTHS, NUM_PROMPTS, 4))[0]
+    known = split(fixed_distance(LENGTHS, SPANS, 4))[0]
     assert known[:4] == [-1, 0, 1, 2]
     assert known[4:9] == [3, 3, 3, 3, 4]
     assert known[9:] == list(range(5, 26))
@@ -60,7 +61,7 @@ def test_context_is_gathered_within_each_sequence():
 
 
 def test_a_window_starts_behind_the_newest_known_row_of_its_sequence():
-    known = random_windows(LENGTHS, NUM_PROMPTS, 3, 0)
+    known = random_windows(LENGTHS, SPANS, 3, 0)
     starts = window_starts(torch.cat([torch.arange(length) for length in LENGTHS]), known)
     before = torch.tensor(LENGTHS).cumsum(0) - torch.tensor(LENGTHS)
     assert torch.equal(starts, before.repeat_interleave(torch.tensor(LENGTHS)) + known + 1)

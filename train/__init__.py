@@ -3,7 +3,7 @@
 from .cache import StateCache
 from .evaluate import evaluate
 from .online import OnlineStates
-from .pipeline import make_adapter, train_adapter
+from .pipeline import make_adapter, preprocess, train_adapter
 from .plan import describe_plan
 from .report import describe_acceptance
 from .responses import Response
@@ -21,6 +21,7 @@ __all__ = [
     "evaluate",
     "frequent_tokens",
     "make_adapter",
+    "preprocess",
     "split_sequences",
     "train_adapter",
 ]

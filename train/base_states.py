@@ -46,7 +46,7 @@ def base_states(
     hidden = backbone.run_layers(hidden, depth, backbone.num_layers, positions, attend)
     final = backbone.final_norm(hidden)[0]
     yield FINAL, final
-    rows = pack_loss_rows(lengths, [len(sequence.prompt_token_ids) for sequence in sequences]).to(device)
+    rows = pack_loss_rows(lengths, [sequence.spans for sequence in sequences]).to(device)
     log_normaliser = torch.zeros(len(final), device=device)
     top_token = torch.zeros(len(final), dtype=torch.int32, device=device)
     for start in range(0, len(rows), ROWS_PER_CHUNK):  # `split` makes one empty chunk of no rows

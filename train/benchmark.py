@@ -97,7 +97,7 @@ def read_some(path: Path, num_tokens: int) -> list[Response]:
     """The first responses of a file, up to `num_tokens` of their tokens."""
     responses: list[Response] = []
     for response in read_responses(path):
-        if sum(len(other.token_ids) for other in responses) >= num_tokens:
+        if sum(other.num_answer_tokens for other in responses) >= num_tokens:
             break
         responses.append(response)
     if not responses:
@@ -122,7 +122,7 @@ def measure(way: str, recipe: Recipe, responses: Sequence[Response], dtype: str)
                 Path(folder), responses, model.backbone, model.exit_layers, fingerprint=fingerprint(base)
             )
         cache_seconds = time.perf_counter() - start if way == "cached" else 0.0
-        counts = [len(response.token_ids) for response in responses]
+        counts = [response.num_answer_tokens for response in responses]
         batches = plan_batches(counts, recipe.training.batch_tokens, 1, recipe.training.seed)
         memory = Memory(model.backbone.device)
         start, cpu_start = time.perf_counter(), time.process_time()
@@ -154,7 +154,7 @@ def run_epoch(
     values: dict[str, float] = {}
     for step, indices in enumerate(tqdm(batches, unit="step", leave=False)):
         batch = states.read(indices, model.exit_layers, model.backbone)
-        windows = random_windows(batch.lengths, batch.num_prompts, recipe.training.max_window, step)
+        windows = random_windows(batch.lengths, batch.spans, recipe.training.max_window, step)
         means = [total / max(1, len(batch.loss_rows)) for total in losses(batch, windows)]
         torch.stack(means).sum().backward()
         optimizer.step()

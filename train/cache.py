@@ -1,6 +1,6 @@
 """The state cache: what the frozen base computed over its own responses, memory-mapped for training.
 
-Rows are tokens, sequence after sequence, each a prompt and its response. T rows; R loss rows; D hidden size.
+Rows are tokens, sequence after sequence, each a prompt and what was answered. T rows; R loss rows; D hidden size.
 """
 
 import json
@@ -27,8 +27,8 @@ class Batch:
 
     lengths: list[int]
     """Rows of each sequence."""
-    num_prompts: list[int]
-    """Prompt rows of each sequence."""
+    spans: list[list[tuple[int, int]]]
+    """The answers of each sequence: `Response.spans`."""
     kinds: list[str]
     """`Response.kind` of each sequence."""
     positions: Tensor
@@ -43,6 +43,11 @@ class Batch:
     """`[T]` int64: the base's most likely next token, on loss rows."""
     loss_rows: Tensor
     """`[R]` int64: see `pack_loss_rows`."""
+
+    @property
+    def num_loss_rows(self) -> list[int]:
+        """Loss rows of each sequence; they add up to R."""
+        return [sum(max(0, stop - start - 1) for start, stop in answers) for answers in self.spans]
 
 
 class StateSource(Protocol):
@@ -114,7 +119,7 @@ def make_batch(
 ) -> Batch:
     """Sequences with the base's states; layer 0 is embedded anew."""
     lengths = [sequence.length for sequence in sequences]
-    num_prompts = [len(sequence.prompt_token_ids) for sequence in sequences]
+    spans = [sequence.spans for sequence in sequences]
     positions = pack_positions(lengths).to(backbone.device)
     hidden = {}
     for exit_layer in exit_layers:
@@ -125,14 +130,14 @@ def make_batch(
             hidden[exit_layer] = columns[layer_column(exit_layer)].unsqueeze(0)
     return Batch(
         lengths=lengths,
-        num_prompts=num_prompts,
+        spans=spans,
         kinds=[sequence.kind for sequence in sequences],
         positions=positions,
         hidden=hidden,
         final=columns[FINAL],
         log_normaliser=columns[LOG_NORMALISER],
         top_token=columns[TOP_TOKEN].long(),
-        loss_rows=pack_loss_rows(lengths, num_prompts).to(backbone.device),
+        loss_rows=pack_loss_rows(lengths, spans).to(backbone.device),
     )
 
 
@@ -192,21 +197,24 @@ def pack_positions(lengths: Sequence[int]) -> Tensor:  # [T] int64
     return torch.cat([torch.arange(length) for length in lengths])
 
 
-def pack_loss_rows(lengths: Sequence[int], num_prompts: Sequence[int]) -> Tensor:  # [R] int64
-    """Rows that hold a response token and are followed by one.
+def pack_loss_rows(
+    lengths: Sequence[int],
+    spans: Sequence[Sequence[tuple[int, int]]],  # the answers of each sequence, in its rows
+) -> Tensor:  # [R] int64
+    """Rows that hold a token of an answer and are followed by one.
 
-    The row before the first response token is none of them: prefill gives that token, no draft does.
+    The row before the first token of an answer is none of them: prefill gives that token, no draft does.
     """
-    parts, start = [torch.empty(0, dtype=torch.int64)], 0
-    for length, num_prompt in zip(lengths, num_prompts, strict=True):
-        parts.append(torch.arange(start + num_prompt, max(start + num_prompt, start + length - 1)))
-        start += length
+    parts, before = [torch.empty(0, dtype=torch.int64)], 0
+    for length, answers in zip(lengths, spans, strict=True):
+        parts += [torch.arange(before + start, before + max(start, stop - 1)) for start, stop in answers]
+        before += length
     return torch.cat(parts)
 
 
 def num_loss_rows(sequence: Response) -> int:
     """How many rows of a sequence `pack_loss_rows` takes."""
-    return len(pack_loss_rows([sequence.length], [len(sequence.prompt_token_ids)]))
+    return sum(max(0, stop - start - 1) for start, stop in sequence.spans)
 
 
 def _map_column(folder: Path, name: str, num_rows: int, dtype: torch.dtype, hidden_size: int) -> np.ndarray:

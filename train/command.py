@@ -25,7 +25,7 @@ from ..recipes import (
     resolve_exit_layers,
     show_exit_layers,
 )
-from .pipeline import make_adapter, resolve
+from .pipeline import make_adapter, preprocess, resolve
 from .plan import describe_plan
 from .ranks import Ranks, is_told, join_ranks, own_device
 from .report import describe_report
@@ -78,8 +78,14 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="token ids that a head scores, the most frequent ones; 0 for the whole vocabulary",
     )
-    parser.add_argument("--data", metavar="FILE", help='prompts: JSONL of {"id", "kind", "prompt"}')
-    parser.add_argument("--num-tokens", "--num_tokens", type=int, metavar="N", help="response tokens to regenerate")
+    parser.add_argument(
+        "--data",
+        metavar="DATA",
+        help="prompts to answer, or responses to train on: a file (JSONL, JSON, Parquet, CSV, text), a folder, or a "
+        "hub data set (user/name[:config[:split]]) of messages, ShareGPT, Alpaca, prompt/completion, text or token ids",
+    )
+    parser.add_argument("--num-tokens", "--num_tokens", type=int, metavar="N", help="response tokens to train on")
+    _add_data_flags(parser)
     parser.add_argument("--max-steps", "--max_steps", type=int, metavar="N", help="end training after N steps")
     parser.add_argument(
         "--cache-layers",
@@ -129,6 +135,24 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--private", action="store_true", help="with --push-to-hub: make the repository private")
     return parser
+
+
+def _add_data_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--regenerate",
+        action=argparse.BooleanOptionalAction,
+        help="whether the base answers anew where --data holds responses",
+    )
+    parser.add_argument(
+        "--max-length",
+        "--max_length",
+        type=int,
+        metavar="N",
+        help="longest sequence of --data, in tokens: a longer one loses the beginning of its prompt",
+    )
+    parser.add_argument(
+        "--preprocess-only", "--preprocess_only", action="store_true", help="end when the data is read, before training"
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -190,6 +214,7 @@ def resolve_recipe(options: argparse.Namespace) -> Recipe:
         data=replace(
             recipe.data,
             **_given({"prompts": options.data, "num_tokens": options.num_tokens, "states": states}),
+            **_given({"regenerate": options.regenerate, "max_length": options.max_length}),
         ),
         training=replace(recipe.training, **_given(training)),
         output=options.output if options.output is not None else recipe.output,
@@ -214,6 +239,10 @@ def _run(options: argparse.Namespace, command: Sequence[str], ranks: Ranks) -> i
             print(describe_plan(recipe, base, tokenizer, cache_layers=cache_layers, resume=options.resume))
         return 0
     try:
+        if options.preprocess_only:
+            responses = preprocess(recipe, base, tokenizer, ranks)
+            print(f"sequences: {len(responses)} in {recipe.output_folder() / 'responses.jsonl'}")
+            return 0
         adapter = make_adapter(
             recipe,
             base,

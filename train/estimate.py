@@ -120,16 +120,20 @@ def plan_work(
     *,
     mean_prompt: float,
     num_possible: int,  # responses that the prompts allow
+    mean_response: float | None = None,  # of the data's own; None where the base makes them
     bytes_per_row: int,  # of the cache; 0 where the base reads every batch anew
     has_weights: bool,  # whether the heads have any
 ) -> Work:
     """The amounts that follow from a recipe."""
     data, training = recipe.data, recipe.training
     mean = max(1.0, TYPICAL_RESPONSE * data.max_new_tokens)
+    if mean_response is not None:
+        mean = max(1.0, mean_response)
     if done.num_responses:
         mean = done.num_response_tokens / done.num_responses
     # `regenerate` counts on half of the longest response from those that run, and lets all of them end.
-    begun = min(data.batch_size, data.num_tokens / max(1.0, data.max_new_tokens / 2))
+    half = max(1.0, data.max_new_tokens / 2)
+    begun = min(data.batch_size, data.num_tokens / half) if mean_response is None else 0
     made = data.num_tokens + begun * max(0.0, mean - data.max_new_tokens / 2)
     num_responses = max(1, min(num_possible, round(made / mean)))
     num_kept = min(data.num_tokens + mean / 2, num_possible * mean)

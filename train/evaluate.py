@@ -72,19 +72,21 @@ def evaluate(
     total = sum(cache.sequences[index].length for index in indices)
     with tqdm(total=total, unit="tok", desc="evaluate", disable=not show_progress) as progress:
         for batch in _batches(model, cache, indices, batch_tokens):
-            scores = level_scores(model, batch, random_windows(batch.lengths, batch.num_prompts, max_window, seed))
+            scores = level_scores(model, batch, random_windows(batch.lengths, batch.spans, max_window, seed))
             overall.add(scores.hops)
             for name, confidence in scores.confidence.items():
                 calibration[name].add(confidence, scores.hops[f"{name}->{TARGET}"][0])
-            rows = [max(0, n - 1 - p) for n, p in zip(batch.lengths, batch.num_prompts, strict=True)]
+            rows = batch.num_loss_rows
             for kind, number, part in zip(batch.kinds, rows, _by_sequence(scores.hops, rows), strict=True):
                 num_tokens[kind] += number
                 by_kind[kind].add(part)
             at_distance = []
             for distance in distances:
-                last_known = fixed_distance(batch.lengths, batch.num_prompts, distance)
+                last_known = fixed_distance(batch.lengths, batch.spans, distance)
                 at_distance.append(hop_scores(model, batch, last_known) if needs_distance else scores.hops)
                 by_distance[str(distance)].add(at_distance[-1])
+            # A draft does not go on into the next answer of a conversation.
+            rows = [max(0, stop - start - 1) for answers in batch.spans for start, stop in answers]
             for parts in zip(*(_by_sequence(hops, rows) for hops in at_distance[:num_places]), strict=True):
                 for hop in scores.hops:
                     by_place[hop].add([part[hop][0].bool() for part in parts])

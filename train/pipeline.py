@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
@@ -18,14 +19,17 @@ from ..recipes import DataRecipe, Recipe, resolve_exit_layers
 from .cache import StateCache, StateSource
 from .cache_writer import extend_cache
 from .curve import read_curve
+from .data_stage import Data, check_template, load_prompts, open_data, own_settings, prompt_settings, read_sequences
 from .evaluate import evaluate
 from .heap import give_back
 from .online import OnlineStates, check_states
-from .prompts import Prompt, fingerprint_prompts, is_held_out, read_prompts
+from .preview import show_sample
+from .prompts import Prompt, encode_prompt, fingerprint_prompts, is_held_out
 from .ranks import Ranks
 from .record import training_record
 from .report import report_files
 from .responses import Response, response_order
+from .sequences import SequenceMaker, describe_progress
 from .shared_responses import regenerate_over
 from .split import split_sequences
 from .tracker import check_trackers
@@ -70,9 +74,7 @@ def make_adapter(
     with alone_in(folder, ranks):
         usage = UsageFile(folder / USAGE_FILE, base.device, writes=ranks.is_main)
         with usage.stage("responses", anew=not (folder / "responses.jsonl").exists()):
-            responses = regenerate_responses(
-                folder, base, tokenizer, recipe.data, seed=recipe.training.seed, ranks=ranks
-            )
+            responses = prepare_responses(folder, base, tokenizer, recipe.data, seed=recipe.training.seed, ranks=ranks)
         give_back()
         states: StateSource
         if recipe.data.states == "online":
@@ -84,11 +86,26 @@ def make_adapter(
         return train_adapter(folder, states, base, recipe, resume=resume, command=command, ranks=ranks)
 
 
+def preprocess(recipe: Recipe, base: PreTrainedModel, tokenizer: Any, ranks: Ranks | None = None) -> list[Response]:
+    """The data stage alone: what heads would be trained and measured on, in `recipe.output_folder()`.
+
+    `make_adapter` goes on from there.
+    """
+    ranks = ranks or Ranks()
+    folder = recipe.output_folder()
+    with ranks.together():
+        folder.mkdir(parents=True, exist_ok=True)
+    with alone_in(folder, ranks):
+        return prepare_responses(folder, base, tokenizer, recipe.data, seed=recipe.training.seed, ranks=ranks)
+
+
 def check_adapter_folder(folder: Path, base: PreTrainedModel) -> None:
     """Raise ValueError, before hours of work, where the run could not write `folder/adapter` at its end, or would
     replace one that it has not made."""
     check_replaceable(folder / "adapter")
-    if (folder / "adapter" / "adapter_config.json").exists() and not (folder / "responses.json").exists():
+    if (folder / "adapter" / "adapter_config.json").exists() and not any(
+        (folder / name).exists() for name in ("responses.json", "data.json")
+    ):
         raise ValueError(
             f"{folder / 'adapter'} is the adapter of another run, whose responses are not there; choose another "
             "--output folder"
@@ -135,14 +152,58 @@ def resolve(recipe: Recipe, base: PreTrainedModel) -> Recipe:
     return replace(recipe, heads=replace(recipe.heads, exit_layers=exit_layers))
 
 
-def regenerate_responses(
-    folder: Path, base: PreTrainedModel, tokenizer: Any, data: DataRecipe, *, seed: int, ranks: Ranks
+def prepare_responses(
+    folder: Path, base: PreTrainedModel, tokenizer: Any, recipe: DataRecipe, *, seed: int, ranks: Ranks | None = None
 ) -> list[Response]:
-    """The responses of `folder/responses.jsonl`, made as far as they are missing."""
+    """The responses of `folder/responses.jsonl`: those of the data, or where it has none those of the base."""
+    ranks = ranks or Ranks()
     with ranks.together():
-        prompts = read_prompts(data.prompts_path())
-        check_split(prompts, data.held_out_fraction)
+        data = open_data(recipe, folder)
+        print(f"data: {data.describe()}", file=sys.stderr)
+        check_template(data, tokenizer)
+    if not data.is_trained_on:
+        responses = regenerate_responses(folder, base, tokenizer, data, seed=seed, ranks=ranks)
+    else:
+        responses = []
+        # One rank reads the data; the others then find that all is done.
+        for is_turn in (ranks.is_main, not ranks.is_main):
+            with ranks.together():
+                if is_turn:
+                    maker, settings = open_sequences(folder, base, tokenizer, data, seed=seed)
+                    responses, progress = read_sequences(folder, data, maker, settings, num_tokens=recipe.num_tokens)
+                    print(f"data: {describe_progress(progress, settings['max_length'])}", file=sys.stderr)
+    with ranks.together():
+        split_sequences(responses, recipe.held_out_fraction)
+        show_sample(responses[0], tokenizer, sys.stderr)
+    return responses
+
+
+def open_sequences(
+    folder: Path, base: PreTrainedModel, tokenizer: Any, data: Data, *, seed: int
+) -> tuple[SequenceMaker, dict[str, Any]]:
+    """What makes sequences of the data, and with which settings; ValueError where `folder` was begun with others."""
+    if (folder / "responses.json").exists():
+        raise ValueError(
+            f"{folder} was begun with responses of the base, now the data's own are to be trained on; "
+            "use another --output folder or --regenerate"
+        )
+    backbone = EarlyExitModel.from_configs(base, []).backbone
+    max_length = min(data.recipe.max_length, backbone.max_context)
+    settings = own_settings(data, tokenizer, max_length=max_length, seed=seed)
+    check_settings(folder / "data.json", settings)
+    return SequenceMaker(tokenizer, backbone.vocab_size, max_length), settings
+
+
+def regenerate_responses(
+    folder: Path, base: PreTrainedModel, tokenizer: Any, opened: Data, *, seed: int, ranks: Ranks
+) -> list[Response]:
+    """The base's responses to the prompts of the data, made as far as they are missing."""
+    data = opened.recipe
+    with ranks.together():
+        check_settings(folder / "data.json", prompt_settings(opened))
         engine = make_engine(base, tokenizer, data)
+        prompts = load_prompts(folder, opened, engine, write=ranks.is_main)
+        check_split(prompts, data.held_out_fraction)
         render(engine, prompts)
         settings = response_settings(engine, prompts, data, seed=seed)
         path = folder / "responses.json"
@@ -225,7 +286,7 @@ def train_adapter(
                 curve=read_curve(folder / "metrics.jsonl") if is_trained else [],
                 data={
                     "num_training_responses": len(training),
-                    "num_training_tokens": sum(len(cache.sequences[index].token_ids) for index in training),
+                    "num_training_tokens": sum(cache.sequences[index].num_answer_tokens for index in training),
                     "num_held_out_responses": len(held_out),
                 },
             )
@@ -285,7 +346,7 @@ def render(engine: Engine, prompts: Sequence[Prompt]) -> list[list[int]]:
     rendered = []
     for prompt in prompts:
         try:
-            rendered.append(engine.encode_turn(prompt.text))
+            rendered.append(encode_prompt(engine, prompt))
         except ValueError as error:
             raise ValueError(f"prompt {prompt.id!r}: {error}") from None
     return rendered
@@ -324,8 +385,8 @@ def fingerprint_tokenizer(engine: Engine, prompts: Sequence[Prompt]) -> str:
     Not of the rendered prompts: some templates write today's date.
     """
     digest = hashlib.sha256(json.dumps(getattr(engine.tokenizer, "chat_template", None)).encode())
-    for prompt in prompts:
-        digest.update(json.dumps(engine.encode(prompt.text)).encode())
+    for text in (prompt.text for prompt in prompts if prompt.text):
+        digest.update(json.dumps(engine.encode(text)).encode())
     return digest.hexdigest()[:16]
 
 

@@ -3,6 +3,8 @@
 import gc
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -14,6 +16,7 @@ from ..infer import Engine
 from ..recipes import Recipe
 from .cache import bytes_per_token, cached_layers, wanted_columns
 from .cache_writer import check_sequences, free_disk, num_fitting, open_index
+from .data_stage import Data, check_template, load_prompts, open_data, prompt_settings, sample_sequences
 from .estimate import NOTHING, Done, Probed, Sizes, Work, estimate_disk, estimate_memory, estimate_seconds, plan_work
 from .online import check_states
 from .pipeline import (
@@ -22,6 +25,7 @@ from .pipeline import (
     check_split,
     make_engine,
     make_model,
+    open_sequences,
     order_responses,
     render,
     resolve,
@@ -29,10 +33,28 @@ from .pipeline import (
     training_settings,
 )
 from .probe import probe
-from .prompts import Prompt, is_held_out, read_prompts
+from .prompts import Prompt, is_held_out
 from .responses import read_beginning, read_responses
+from .sequences import read_made
 from .split import split_sequences
 from .usage import show_memory, show_seconds
+
+NUM_SAMPLED = 64
+"""Rows of a data set from which the length of its sequences is told."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Look:
+    """What is seen of the data before a run."""
+
+    prompts: list[Prompt] | None
+    """What the base is asked; None where the data's own responses are trained on."""
+    rendered: list[list[int]]
+    """Token ids that are only read, of each prompt or of some sequences."""
+    mean_response: float | None
+    """Answer tokens of a sequence; None where the base makes them."""
+    num_possible: int
+    """Responses that there can be at most."""
 
 
 def describe_plan(
@@ -51,24 +73,27 @@ def describe_plan(
     check_states(recipe, cache_layers)
     folder = recipe.output_folder()
     check_adapter_folder(folder, base)
-    prompts = read_prompts(recipe.data.prompts_path())
-    check_split(prompts, recipe.data.held_out_fraction)
+    data = open_data(recipe.data, folder)
+    check_template(data, tokenizer)
     engine = make_engine(base, tokenizer, recipe.data)
-    rendered = render(engine, prompts)
+    look = _look_at(folder, data, engine, seed=recipe.training.seed)
     layers = sorted({*recipe.heads.counts(), *cache_layers})
     model = make_model(base, recipe, [])
-    done = find_done(recipe, model, engine, prompts, layers, resume=resume)
+    done = find_done(recipe, model, engine, look.prompts, layers, resume=resume)
     # Before the probe, which must find as much memory as a run does.
-    lines = [_describe_base(recipe, base, model), *_describe_heads(model), _describe_data(recipe, prompts)]
+    lines = [_describe_base(recipe, base, model), *_describe_heads(model), _describe_data(data, look.prompts)]
     bytes_per_row = 0 if recipe.data.states == "online" else bytes_per_token(model.backbone, layers)
     sizes = _measure_sizes(model, bytes_per_row, is_packed=engine.model.is_packed)
+    if data.is_trained_on:
+        sizes = replace(sizes, packed=0, bytes_per_kv_token=0)
     del engine, model
     gc.collect()
     work = plan_work(
         recipe,
         done,
-        mean_prompt=sum(map(len, rendered)) / len(rendered),
-        num_possible=len(prompts) * (recipe.data.greedy + recipe.data.num_sampled),
+        mean_prompt=sum(map(len, look.rendered)) / len(look.rendered),
+        mean_response=look.mean_response,
+        num_possible=look.num_possible,
         bytes_per_row=sizes.bytes_per_row,
         has_weights=sizes.num_parameters > 0,
     )
@@ -76,14 +101,15 @@ def describe_plan(
         recipe,
         base,
         tokenizer,
-        rendered,
+        look.rendered,
         layers,
+        makes_responses=not data.is_trained_on,
         mean_response=work.mean_response,
         num_rows=work.num_rows,
         num_held_out=work.num_held_out,
     )
     lines += _describe_stages(recipe, work, done, probed, sizes)
-    some_ids = [token_id for prompt in rendered[:100] for token_id in prompt]
+    some_ids = [token_id for prompt in look.rendered[:100] for token_id in prompt]
     disk = estimate_disk(work, recipe, sizes, base.dtype.itemsize, some_ids)
     free = free_disk(folder)
     enough = "" if disk <= free else ", which is not enough"
@@ -95,18 +121,22 @@ def find_done(
     recipe: Recipe,
     model: EarlyExitModel,
     engine: Engine,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[Prompt] | None,  # None where the data's own responses are trained on
     layers: Sequence[int],
     *,
     resume: bool,
 ) -> Done:
     """Look at the run's folder without writing; raises ValueError for what does not fit the recipe."""
     folder, data, seed = recipe.output_folder(), recipe.data, recipe.training.seed
-    check_settings(folder / "responses.json", response_settings(engine, prompts, data, seed=seed))
-    order = order_responses(prompts, data, seed=seed)
-    responses = read_beginning(folder / "responses.jsonl", order, data.num_tokens)
-    num_tokens = sum(len(response.token_ids) for response in responses)
-    made = [len(response.token_ids) for response in read_responses(folder / "responses.jsonl")]
+    made = [response.num_answer_tokens for response in read_responses(folder / "responses.jsonl")]
+    if prompts is None:
+        responses, is_whole = read_made(folder, data.num_tokens)
+    else:
+        check_settings(folder / "responses.json", response_settings(engine, prompts, data, seed=seed))
+        order = order_responses(prompts, data, seed=seed)
+        responses = read_beginning(folder / "responses.jsonl", order, data.num_tokens)
+        is_whole = len(made) == len(order)
+    num_tokens = sum(response.num_answer_tokens for response in responses)
     is_online = data.states == "online"
     index = {"num_rows": {}} if is_online else open_index(folder / "cache", model.backbone, fingerprint(model.base))
     if responses and not is_online:
@@ -114,7 +144,7 @@ def find_done(
         responses = responses[: num_fitting(responses, sorted(all_layers), model.backbone, data.max_cache_gb)]
         check_sequences(folder / "cache", responses)
     training = None
-    if num_tokens >= data.num_tokens or len(made) == len(order):
+    if num_tokens >= data.num_tokens or is_whole:
         training = [responses[index] for index in split_sequences(responses, data.held_out_fraction)[0]]
     state = None
     if resume and any(True for _ in model.heads.parameters()):
@@ -149,10 +179,34 @@ def _describe_heads(model: EarlyExitModel) -> list[str]:
     return lines
 
 
-def _describe_data(recipe: Recipe, prompts: Sequence[Prompt]) -> str:
+def _look_at(folder: Path, data: Data, engine: Engine, *, seed: int) -> Look:
+    recipe, tokenizer = data.recipe, engine.tokenizer
+    if not data.is_trained_on:
+        check_settings(folder / "data.json", prompt_settings(data))
+        prompts = load_prompts(folder, data, engine, write=False)
+        check_split(prompts, recipe.held_out_fraction)
+        num_possible = len(prompts) * (recipe.greedy + recipe.num_sampled)
+        return Look(prompts=prompts, rendered=render(engine, prompts), mean_response=None, num_possible=num_possible)
+    maker, _ = open_sequences(folder, engine.model.base, tokenizer, data, seed=seed)
+    samples, is_whole = sample_sequences(data, maker, NUM_SAMPLED)
+    made, is_made = read_made(folder, recipe.num_tokens)
+    # How many a longer set holds is not known; as many as are wanted, if they were of one token each.
+    num_possible = len(made) if is_made else len(samples) if is_whole else recipe.num_tokens
+    return Look(
+        prompts=None,
+        rendered=[sample.read_ids for sample in samples],
+        mean_response=sum(sample.num_answer_tokens for sample in samples) / len(samples),
+        num_possible=num_possible,
+    )
+
+
+def _describe_data(data: Data, prompts: Sequence[Prompt] | None) -> str:
+    recipe = data.recipe
+    if prompts is None:
+        return f"data       {data.describe()}"
     kinds = ", ".join(f"{kind} {count}" for kind, count in Counter(p.kind for p in prompts).most_common())
-    num_held_out = sum(is_held_out(prompt.id, recipe.data.held_out_fraction) for prompt in prompts)
-    return f"data       {recipe.data.prompts}: {len(prompts)} prompts ({kinds}), {num_held_out} held out"
+    num_held_out = sum(is_held_out(prompt.id, recipe.held_out_fraction) for prompt in prompts)
+    return f"data       {recipe.prompts}: {len(prompts)} prompts ({kinds}), {num_held_out} held out"
 
 
 def _measure_sizes(
@@ -195,8 +249,11 @@ def _describe_stages(recipe: Recipe, work: Work, done: Done, probed: Probed, siz
         "evaluate": f"about {work.num_held_out} tokens, {work.num_final_passes} times",
     }
     costs = probed.costs
-    whole = estimate_seconds(work, costs, NOTHING, recipe.data.max_new_tokens)["responses"]
-    rates = {"responses": work.num_response_tokens / whole}
+    rates = {}
+    if whole := estimate_seconds(work, costs, NOTHING, recipe.data.max_new_tokens)["responses"]:
+        rates["responses"] = work.num_response_tokens / whole
+    else:
+        amounts["responses"] = f"read from the data, at most {amounts['responses']}"
     if costs.cached_token:
         rates["cache"] = 1 / costs.cached_token
     if costs.trained_token:

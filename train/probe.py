@@ -39,6 +39,7 @@ def probe(
     rendered: Sequence[list[int]],
     layers: Sequence[int],
     *,
+    makes_responses: bool,  # False where they are read from the data
     mean_response: float,
     num_rows: int,  # that the run will cache
     num_held_out: int,  # of these
@@ -50,8 +51,8 @@ def probe(
     device = base.device
     usage = {}
     with metered(device) as usage["responses"]:
-        prompt_token, decoding_step, response_token, num_kv_tokens = _probe_responses(
-            recipe, base, tokenizer, rendered, mean_response
+        prompt_token, decoding_step, response_token, num_kv_tokens = (
+            _probe_responses(recipe, base, tokenizer, rendered, mean_response) if makes_responses else (0, 0, 0, 0)
         )
     # What the engine held is gone before the next stage begins, as in a run.
     gc.collect()

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..infer import Engine
+
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
@@ -18,6 +20,8 @@ class Prompt:
     """What it asks for (code, story, ...); the evaluation reports each kind on its own."""
     text: str
     """The message, without a chat template."""
+    content: list[Any] | None = None
+    """What the base reads in place of `text`, where that is more than one message: chat messages, or token ids."""
 
 
 def read_prompts(path: str | Path) -> list[Prompt]:
@@ -57,11 +61,17 @@ def _parse(line: str, where: str, number: int) -> Prompt:
     return Prompt(id=prompt_id, kind=str(record.get("kind", "other")), text=record["prompt"])
 
 
+def encode_prompt(engine: Engine, prompt: Prompt) -> list[int]:
+    """The token ids of a prompt as the base reads it; ValueError where it cannot."""
+    return engine.encode_turn(prompt.text) if prompt.content is None else engine.encode(prompt.content)
+
+
 def fingerprint_prompts(prompts: Iterable[Prompt]) -> str:
     """Hexadecimal digest of ids, kinds and texts, in order."""
     digest = hashlib.sha256()
     for prompt in prompts:
-        digest.update(json.dumps([prompt.id, prompt.kind, prompt.text]).encode())
+        more = [] if prompt.content is None else [prompt.content]
+        digest.update(json.dumps([prompt.id, prompt.kind, prompt.text, *more]).encode())
     return digest.hexdigest()[:16]
 
 

@@ -15,28 +15,61 @@ from tqdm import tqdm
 
 from ..checkpoints import write_atomically
 from ..infer import Completion, Engine, SamplingParams
-from .prompts import Prompt, is_held_out
+from .prompts import Prompt, encode_prompt, is_held_out
 
 
 @dataclass(frozen=True, kw_only=True)
 class Response:
-    """One answer of the base model."""
+    """One answer of the base model, or what a data set holds: a prompt and one or more answers."""
 
     prompt_id: str
     """`Prompt.id`."""
     kind: str
     """`Prompt.kind`."""
     sample: int
-    """0 is the greedy answer; every other number is a sampled one with a seed of its own."""
+    """0 is the greedy answer; every other number is a sampled one with a seed of its own. In a data set: the piece."""
     prompt_token_ids: list[int]
     """The rendered prompt, up to where the answer starts."""
     token_ids: list[int]
-    """The answer, its end-of-sequence token included."""
+    """The answer, its end-of-sequence token included; where there are more answers, all up to the last one's end."""
+    answers: list[list[int]] | None = None
+    """`[start, stop)` of each answer in `token_ids`, where questions stand between them; None is one, all of it."""
 
     @property
     def length(self) -> int:
-        """Tokens of the prompt and the answer."""
+        """Tokens of the prompt and of all that follows."""
         return len(self.prompt_token_ids) + len(self.token_ids)
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """`[start, stop)` of each answer in the rows of the sequence, rising."""
+        before = len(self.prompt_token_ids)
+        return [(before + start, before + stop) for start, stop in self.answers or [[0, len(self.token_ids)]]]
+
+    @property
+    def answer_ids(self) -> list[int]:
+        """The tokens of all answers."""
+        if self.answers is None:
+            return self.token_ids
+        return [token_id for start, stop in self.answers for token_id in self.token_ids[start:stop]]
+
+    @property
+    def read_ids(self) -> list[int]:
+        """The other tokens: what is only read."""
+        read, place = list(self.prompt_token_ids), 0
+        for start, stop in self.answers or [[0, len(self.token_ids)]]:
+            read += self.token_ids[place:start]
+            place = stop
+        return read
+
+    @property
+    def num_answer_tokens(self) -> int:
+        """How many `answer_ids` there are."""
+        return sum(stop - start for start, stop in self.spans)
+
+    def to_json(self) -> str:
+        """The line of a responses file."""
+        return json.dumps({name: value for name, value in asdict(self).items() if value is not None})
 
 
 def response_order(
@@ -113,13 +146,13 @@ def regenerate(
                         temperature=temperature if sample else 0.0,
                         seed=_item_seed(seed, prompt.id, sample) if sample else None,
                     )
-                    running[engine.add_request(engine.encode_turn(prompt.text), params)] = (prompt, sample)
+                    running[engine.add_request(encode_prompt(engine, prompt), params)] = (prompt, sample)
                 num_skipped = max(0, num_skipped - num_free)
                 if not running:
                     break
                 for completion in engine.step():
                     response = _response(*running.pop(completion.request_id), completion)
-                    file.write(json.dumps(asdict(response)) + "\n")
+                    file.write(response.to_json() + "\n")
                     file.flush()
                     finished[response.prompt_id, response.sample] = response
                     num_finished += len(response.token_ids)
@@ -196,7 +229,7 @@ def _item_seed(seed: int, prompt_id: str, sample: int) -> int:
 
 
 def _count(responses: Iterable[Response]) -> int:
-    return sum(len(response.token_ids) for response in responses)
+    return sum(response.num_answer_tokens for response in responses)
 
 
 def _beginning(
@@ -209,7 +242,7 @@ def _beginning(
         if key not in finished or num_read >= num_tokens:
             break
         responses.append(finished[key])
-        num_read += len(finished[key].token_ids)
+        num_read += finished[key].num_answer_tokens
     return responses
 
 
@@ -248,4 +281,4 @@ def _drop_torn_line(path: Path) -> None:
 
 def write_responses(path: Path, responses: Sequence[Response]) -> None:
     """Replace `path` by these responses, at once or not at all."""
-    write_atomically(path, "".join(json.dumps(asdict(response)) + "\n" for response in responses))
+    write_atomically(path, "".join(response.to_json() + "\n" for response in responses))

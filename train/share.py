@@ -43,9 +43,9 @@ def share_of_batch(
     """A rank's parts of a batch, and how many loss rows all parts of all ranks have (at least 1)."""
     batch = [sequences[index] for index in indices]
     lengths = [sequence.length for sequence in batch]
-    num_prompts = [len(sequence.prompt_token_ids) for sequence in batch]
+    spans = [sequence.spans for sequence in batch]
     # Drawn for the whole batch, so that they do not depend on how it is shared.
-    windows = random_windows(lengths, num_prompts, max_window, seed).split(lengths)
+    windows = random_windows(lengths, spans, max_window, seed).split(lengths)
     shares = []
     for places in share_out(lengths, ranks.size * num_parts)[ranks.rank :: ranks.size]:
         if not places and ranks.size == 1:

@@ -27,7 +27,7 @@ def split_sequences(
             held_out.append(index)
         elif num_tokens is None or num_read < num_tokens:
             training.append(index)
-            num_read += len(sequence.token_ids)
+            num_read += sequence.num_answer_tokens
     if not training or not held_out:
         raise ValueError(
             f"of {len(sequences)} responses {len(held_out)} are held out (held_out_fraction "

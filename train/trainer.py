@@ -85,7 +85,7 @@ class Trainer:
         self.accumulation_steps = accumulation_steps
         self.eval_interval, self.checkpoint_interval = eval_interval, checkpoint_interval
         self.save_total_limit, self.save_best, self.early_stop = save_total_limit, save_best, early_stop
-        lengths = {index: len(cache.sequences[index].token_ids) for index in training}
+        lengths = {index: cache.sequences[index].num_answer_tokens for index in training}
         plan = plan_batches(list(lengths.values()), batch_tokens, num_epochs, seed)
         batches = [[training[place] for place in places] for places in plan]
         self.batches = drop_unmeasured(batches, cache.sequences)[:max_steps]

@@ -18,6 +18,6 @@ def frequent_tokens(
         raise ValueError(f"the draft vocabulary size is {size}; the base has {vocab_size} tokens, so 1 to {vocab_size}")
     counts = torch.zeros(vocab_size, dtype=torch.int64)
     for response in responses:
-        counts += torch.bincount(torch.tensor(response.token_ids, dtype=torch.int64), minlength=vocab_size)
+        counts += torch.bincount(torch.tensor(response.answer_ids, dtype=torch.int64), minlength=vocab_size)
     # A stable sort puts equal counts, so also the unseen ids, in rising order.
     return counts.sort(descending=True, stable=True).indices[:size].sort().values

@@ -1,6 +1,7 @@
 """Windows: which final state a row takes as its committed context in training and in evaluation.
 
-T rows of whole sequences side by side, each a prompt and its response.
+T rows of whole sequences side by side. `spans` are the answers of each sequence, `[start, stop)` in its rows; the rows
+outside them are read as a prompt.
 """
 
 from collections.abc import Sequence
@@ -14,36 +15,39 @@ from ..heads import context_positions
 
 def random_windows(
     lengths: Sequence[int],
-    num_prompts: Sequence[int],
+    spans: Sequence[Sequence[tuple[int, int]]],
     max_window: int,
     seed: int,
 ) -> Tensor:  # [T] int64, newest row with a known final state, counted within each sequence
-    """Response rows cut at random into windows of 1 to `max_window` rows, as drafts meet them in inference.
+    """Answers cut at random into windows of 1 to `max_window` rows, as drafts meet them in inference.
 
-    All rows of a window that starts at row s know the final states up to s - 1.
+    All rows of a window that starts at row s know the final states up to s - 1; an answer begins a window.
     """
     generator = torch.Generator().manual_seed(seed)
     parts = []
-    for length, num_prompt in zip(lengths, num_prompts, strict=True):
-        num_rows = length - num_prompt
-        sizes = torch.randint(1, max_window + 1, (num_rows,), generator=generator)
-        starts = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])[:num_rows]
-        first_row = starts.repeat_interleave(sizes)[:num_rows]
-        parts.append(torch.cat([torch.arange(num_prompt), num_prompt + first_row]) - 1)
+    for length, answers in zip(lengths, spans, strict=True):
+        known = torch.arange(length) - 1
+        for start, stop in answers:
+            num_rows = stop - start
+            sizes = torch.randint(1, max_window + 1, (num_rows,), generator=generator)
+            starts = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])[:num_rows]
+            known[start:stop] = start + starts.repeat_interleave(sizes)[:num_rows] - 1
+        parts.append(known)
     return torch.cat(parts)
 
 
 def fixed_distance(
     lengths: Sequence[int],
-    num_prompts: Sequence[int],
+    spans: Sequence[Sequence[tuple[int, int]]],
     distance: int,  # rows back to the newest committed one, at least 1
 ) -> Tensor:  # [T] int64, as in `random_windows`
-    """Every response row knows the final states up to `distance` rows back, and those of the prompt."""
+    """Every row of an answer knows the final states up to `distance` rows back, and all before the answer."""
     parts = []
-    for length, num_prompt in zip(lengths, num_prompts, strict=True):
-        rows = torch.arange(length)
-        known = (rows - distance).clamp_min(num_prompt - 1)
-        parts.append(torch.minimum(known, rows - 1))
+    for length, answers in zip(lengths, spans, strict=True):
+        known = torch.arange(length) - 1
+        for start, stop in answers:
+            known[start:stop] = (known[start:stop] + 1 - distance).clamp_min(start - 1)
+        parts.append(known)
     return torch.cat(parts)
 
 
