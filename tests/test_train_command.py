@@ -408,6 +408,10 @@ def test_overrides_stand_between_the_recipe_and_the_flags(recipe_file):
     )
     assert (recipe.data.num_tokens, recipe.training.seed, recipe.data.batch_size) == (55, 9, 2)
     assert recipe.data.max_new_tokens == 16
+    of_heads = ("heads.exit_layers=[1, 3]", "heads.kinds=[mlp]", "heads.draft_vocab_size=7")
+    recipe = parsed("--recipe", recipe_file, "--exit-layers", "2,4,5", *of_heads, "--draft-vocab-size", "5")
+    assert recipe.heads.exit_layers == (2, 4, 5)
+    assert (recipe.heads.kinds, recipe.heads.draft_vocab_size) == (("mlp",), 5)
     before = parsed("training.learning_rate=3e-4", "--recipe", recipe_file)
     assert before.training.learning_rate == 3e-4
 

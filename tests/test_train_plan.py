@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from hispec.recipes import load_recipe, override
+from hispec.recipes import DataRecipe, load_recipe, override
 from hispec.train.estimate import (
     NOTHING,
     Costs,
@@ -19,7 +19,12 @@ from hispec.train.estimate import (
     mapped_share,
     plan_work,
 )
+from hispec.train.pipeline import make_engine, order_responses
+from hispec.train.prompts import read_prompts
+from hispec.train.responses import read_responses, regenerate
 from hispec.train.usage import Usage, UsageFile, describe_usage, metered, show_seconds
+
+from .train_support import build_tokenizer, write_prompts
 
 CPU = torch.device("cpu")
 COSTS = Costs(
@@ -61,8 +66,8 @@ def test_what_bounds_a_run_bounds_its_plan():
 
 
 def test_seconds_add_up_and_what_is_done_costs_nothing():
-    recipe, work = work_of()
-    seconds = estimate_seconds(work, COSTS, NOTHING, recipe.data.max_new_tokens)
+    _, work = work_of()
+    seconds = estimate_seconds(work, COSTS, NOTHING)
     steps = work.num_response_tokens / 64
     expected = work.num_responses * 60 * 0.001 + steps * (0.02 + 64 * 0.002)
     assert seconds["responses"] == pytest.approx(expected, rel=0.05)
@@ -72,31 +77,62 @@ def test_seconds_add_up_and_what_is_done_costs_nothing():
     )
     assert seconds["evaluate"] == pytest.approx(9 * work.num_held_out * 0.005)
     half = Done(
-        num_responses=work.num_responses // 2,
-        num_response_tokens=work.num_response_tokens // 2,
+        lengths=(work.num_response_tokens // 2,),
         num_cached=0,
         num_steps=work.num_steps // 2,
     )
-    left = estimate_seconds(work, COSTS, half, recipe.data.max_new_tokens)
+    left = estimate_seconds(work, COSTS, half)
     assert left["responses"] == pytest.approx(seconds["responses"] / 2, rel=0.01)
     assert left["train"] == pytest.approx(seconds["train"] / 2, rel=0.01)
     whole = Done(
-        num_responses=work.num_responses,
-        num_response_tokens=work.num_response_tokens,
+        lengths=(work.num_response_tokens,),
         num_cached=work.num_rows,
         num_steps=work.num_steps,
     )
-    left = estimate_seconds(work, COSTS, whole, recipe.data.max_new_tokens)
+    left = estimate_seconds(work, COSTS, whole)
     assert (left["responses"], left["cache"], left["train"]) == (0, 0, 0)
 
 
-def test_a_batch_that_is_never_refilled_runs_as_long_as_its_longest_response():
-    recipe, work = work_of("data.num_tokens=5000")
-    free = COSTS.__class__(**{**vars(COSTS), "response_token": 0.0, "prompt_token": 0.0})
-    assert work.num_responses <= 64
-    assert estimate_seconds(work, free, NOTHING, recipe.data.max_new_tokens)["responses"] == pytest.approx(
-        256 * 0.02, rel=0.001
+@pytest.mark.parametrize(("num_tokens", "batch_size"), [(200, 4), (300, 16), (400, 3)])
+def test_the_play_of_responses_is_that_of_regeneration(base, tmp_path, num_tokens, batch_size):
+    """Steps and tokens, foretold from the lengths that the responses turn out to have."""
+    prompts = read_prompts(write_prompts(tmp_path / "prompts.jsonl", 40))
+    data = DataRecipe(max_new_tokens=16, num_tokens=num_tokens, batch_size=batch_size)
+    engine = make_engine(base, build_tokenizer(), data)
+    order = order_responses(prompts, data, seed=0)
+    num_steps, step = 0, engine.step
+
+    def counted():
+        nonlocal num_steps
+        num_steps += 1
+        return step()
+
+    engine.step = counted
+    begun, add_request = [], engine.add_request
+    engine.add_request = lambda ids, params: begun.append(add_request(ids, params)) or begun[-1]
+    regenerate(
+        engine,
+        order,
+        tmp_path / "responses.jsonl",
+        num_tokens=num_tokens,
+        max_new_tokens=16,
+        temperature=0.8,
+        max_num_seqs=batch_size,
+        seed=0,
     )
+    lengths = {
+        (response.prompt_id, response.sample): len(response.token_ids)
+        for response in read_responses(tmp_path / "responses.jsonl")
+    }
+    in_order = tuple(lengths[prompt.id, sample] for prompt, sample in order[: len(begun)])
+    recipe = override(
+        load_recipe("smollm2"),
+        [f"data.num_tokens={num_tokens}", f"data.batch_size={batch_size}", "data.max_new_tokens=16"],
+    )
+    done = Done(lengths=in_order, num_cached=0, num_steps=0)
+    work = plan_work(recipe, done, mean_prompt=4, num_possible=len(order), bytes_per_row=1, has_weights=True)
+    assert (work.num_responses, work.num_response_tokens) == (len(begun), sum(in_order))
+    assert work.num_decoding_steps == num_steps
 
 
 @pytest.mark.parametrize("is_on_gpu", [False, True])

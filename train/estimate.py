@@ -1,14 +1,17 @@
 """The estimate: how much a run does, how long that takes and what it needs. Plain arithmetic."""
 
+import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ..recipes import Recipe
+from ..recipes import DataRecipe, Recipe
 from .evaluate import DISTANCES
+from .responses import count_missing
 from .usage import Usage
 
-TYPICAL_RESPONSE = 0.7
-"""Share of `max_new_tokens` that a response has where none is there to count; SmolLM2 on the packaged prompts: 0.73."""
+TYPICAL_RESPONSES = (1.0, 0.45, 1.0, 0.2, 1.0, 0.75, 1.0, 0.3, 1.0, 0.6)
+"""Lengths of responses as shares of `max_new_tokens`, where none is there to look at; as SmolLM2 answers the packaged
+prompts, half of them cut off."""
 
 KERNELS_PER_STEP, MAX_KERNELS = 11e6, 500e6
 """Bytes of the kernels that a CPU library makes and keeps for every new number of rows in 16 bits, measured in training
@@ -22,17 +25,20 @@ BYTES_PER_LISTED_TOKEN = 72
 class Done:
     """What a run finds in its folder."""
 
-    num_responses: int
-    """Responses."""
-    num_response_tokens: int
-    """Their tokens."""
+    lengths: tuple[int, ...]
+    """Tokens of each response."""
     num_cached: int
     """Tokens for which the cache has everything that is wanted."""
     num_steps: int
     """Training steps to go on from."""
 
+    @property
+    def num_response_tokens(self) -> int:
+        """Tokens of all responses."""
+        return sum(self.lengths)
 
-NOTHING = Done(num_responses=0, num_response_tokens=0, num_cached=0, num_steps=0)
+
+NOTHING = Done(lengths=(), num_cached=0, num_steps=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +106,8 @@ class Work:
     """Of these side by side."""
     num_response_tokens: int
     """Their tokens; some more than are wanted, because all that was begun is finished."""
+    num_decoding_steps: int
+    """Steps in which they are."""
     num_rows: int
     """Tokens that are trained and measured on, of prompts and responses: what the cache holds."""
     num_held_out: int
@@ -126,16 +134,14 @@ def plan_work(
 ) -> Work:
     """The amounts that follow from a recipe."""
     data, training = recipe.data, recipe.training
-    mean = max(1.0, TYPICAL_RESPONSE * data.max_new_tokens)
-    if mean_response is not None:
-        mean = max(1.0, mean_response)
-    if done.num_responses:
-        mean = done.num_response_tokens / done.num_responses
-    # `regenerate` counts on half of the longest response from those that run, and lets all of them end.
-    half = max(1.0, data.max_new_tokens / 2)
-    begun = min(data.batch_size, data.num_tokens / half) if mean_response is None else 0
-    made = data.num_tokens + begun * max(0.0, mean - data.max_new_tokens / 2)
-    num_responses = max(1, min(num_possible, round(made / mean)))
+    typical = [share * data.max_new_tokens for share in TYPICAL_RESPONSES] if mean_response is None else [mean_response]
+    lengths = done.lengths or [max(1, round(length)) for length in typical]
+    mean = sum(lengths) / len(lengths)
+    if mean_response is None:
+        num_responses, num_tokens, num_decoding_steps, batch_size = _play_responses(data, lengths, num_possible)
+    else:
+        num_responses = max(1, min(num_possible, round(data.num_tokens / mean)))
+        num_tokens, num_decoding_steps, batch_size = round(num_responses * mean), 0, 1
     num_kept = min(data.num_tokens + mean / 2, num_possible * mean)
     num_rows = int(num_kept * (1 + mean_prompt / mean))
     if bytes_per_row:
@@ -150,8 +156,9 @@ def plan_work(
         mean_prompt=mean_prompt,
         mean_response=mean,
         num_responses=num_responses,
-        batch_size=min(data.batch_size, num_responses),
-        num_response_tokens=round(num_responses * mean),
+        batch_size=batch_size,
+        num_response_tokens=num_tokens,
+        num_decoding_steps=num_decoding_steps,
         num_rows=num_rows,
         num_held_out=round(num_rows * data.held_out_fraction),
         num_steps=num_steps,
@@ -161,14 +168,33 @@ def plan_work(
     )
 
 
-def estimate_seconds(work: Work, costs: Costs, done: Done, max_new_tokens: int) -> dict[str, float]:
+def _play_responses(data: DataRecipe, lengths: Sequence[int], num_possible: int) -> tuple[int, int, int, int]:
+    """Responses made, their tokens, the steps they take and the most that run at once, when regeneration begins them as
+    it does and their lengths are `lengths`, over and over."""
+    ends: list[tuple[int, int]] = []  # of those that run: the step after which each ends, and its length
+    num_begun = num_finished = num_tokens = step = most = 0
+    while True:
+        missing = count_missing(num_finished, num_tokens, len(ends), data.num_tokens, data.max_new_tokens)
+        num_new = max(0, min(missing, data.batch_size - len(ends), num_possible - num_begun))
+        for place in range(num_begun, num_begun + num_new):
+            length = lengths[place % len(lengths)]
+            heapq.heappush(ends, (step + length, length))
+        num_begun += num_new
+        most = max(most, len(ends))
+        if not ends:
+            return num_finished, num_tokens, step, most
+        step = ends[0][0]
+        while ends and ends[0][0] == step:
+            num_tokens += heapq.heappop(ends)[1]
+            num_finished += 1
+
+
+def estimate_seconds(work: Work, costs: Costs, done: Done) -> dict[str, float]:
     """By stage, the seconds of what is not done yet."""
     left = 1 - min(1.0, done.num_response_tokens / work.num_response_tokens)
-    # All begin together; while new ones follow, every step is full, and the last ones run out side by side.
-    num_steps = max(0.0, work.num_response_tokens / work.batch_size - work.mean_response) + max_new_tokens
     responses = (
         work.num_responses * work.mean_prompt * costs.prompt_token
-        + num_steps * costs.decoding_step
+        + work.num_decoding_steps * costs.decoding_step
         + work.num_response_tokens * costs.response_token
     )
     steps_left = max(0, work.num_steps - done.num_steps)

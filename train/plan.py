@@ -150,8 +150,7 @@ def find_done(
     if resume and any(True for _ in model.heads.parameters()):
         state = load_training_state(folder / "checkpoints", training_settings(recipe, model.base, training))
     return Done(
-        num_responses=len(made),
-        num_response_tokens=sum(made),
+        lengths=tuple(made),
         num_cached=min(index["num_rows"].get(name, 0) for name in wanted_columns(layers)),
         num_steps=0 if state is None else state.step,
     )
@@ -234,7 +233,7 @@ def _measure_sizes(
 
 def _describe_stages(recipe: Recipe, work: Work, done: Done, probed: Probed, sizes: Sizes) -> list[str]:
     """A line a stage: how much, how long, and how much memory it takes at most, with what fills it."""
-    seconds = estimate_seconds(work, probed.costs, done, recipe.data.max_new_tokens)
+    seconds = estimate_seconds(work, probed.costs, done)
     usage, parts = estimate_memory(work, probed, sizes)
     if sizes.num_parameters:
         train = f"about {work.num_steps} steps of {work.tokens_per_step:.0f} tokens, {done.num_steps} done"
@@ -250,7 +249,7 @@ def _describe_stages(recipe: Recipe, work: Work, done: Done, probed: Probed, siz
     }
     costs = probed.costs
     rates = {}
-    if whole := estimate_seconds(work, costs, NOTHING, recipe.data.max_new_tokens)["responses"]:
+    if whole := estimate_seconds(work, costs, NOTHING)["responses"]:
         rates["responses"] = work.num_response_tokens / whole
     else:
         amounts["responses"] = f"read from the data, at most {amounts['responses']}"

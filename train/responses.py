@@ -135,10 +135,7 @@ def regenerate(
     ):
         try:
             while True:
-                # What runs now will bring tokens too: without counting them, the end would be far overshot.
-                expected = num_finished + len(running) * max_new_tokens / 2
-                mean = expected / (len(finished) + len(running)) if expected else max_new_tokens / 2
-                num_missing = math.ceil((num_tokens - num_finished) / mean) - len(running)
+                num_missing = count_missing(len(finished), num_finished, len(running), num_tokens, max_new_tokens)
                 num_free = min(max_num_seqs - len(running), max(0, num_missing, num_skipped))
                 for prompt, sample in islice(waiting, num_free):
                     params = SamplingParams(
@@ -200,6 +197,16 @@ def next_items(
     num_more = math.ceil(max(0, num_tokens - _count(finished.values())) / mean)
     missing = [item for item, key in zip(order, keys, strict=True) if key not in finished]
     return missing[: num_skipped + num_more]
+
+
+def count_missing(
+    num_finished: int, num_finished_tokens: int, num_running: int, num_tokens: int, max_new_tokens: int
+) -> int:
+    """How many responses must still be begun to reach `num_tokens`, beside those that run; below 0 if too many do."""
+    # What runs now will bring tokens too: without counting them, the end would be far overshot.
+    expected = num_finished_tokens + num_running * max_new_tokens / 2
+    mean = expected / (num_finished + num_running) if expected else max_new_tokens / 2
+    return math.ceil((num_tokens - num_finished_tokens) / mean) - num_running
 
 
 def read_beginning(
