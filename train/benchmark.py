@@ -118,9 +118,8 @@ def measure(way: str, recipe: Recipe, responses: Sequence[Response], dtype: str)
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
         if way == "cached":
-            states = extend_cache(
-                Path(folder), responses, model.backbone, model.exit_layers, fingerprint=fingerprint(base)
-            )
+            made_by = fingerprint(base)
+            states = extend_cache(Path(folder), responses, model.backbone, model.exit_layers, fingerprint=made_by)
         cache_seconds = time.perf_counter() - start if way == "cached" else 0.0
         counts = [len(response.token_ids) for response in responses]
         batches = plan_batches(counts, recipe.training.batch_tokens, 1, recipe.training.seed)
@@ -241,11 +240,11 @@ class Memory:
 def describe(measured: Measurement) -> str:
     """One line for the terminal."""
     cache = f", after {measured.cache_seconds:.1f} s for the cache" if measured.cache_seconds else ""
-    losses = ", ".join(f"{exit_layer}: {loss:.4f}" for exit_layer, loss in measured.losses.items())
+    losses = ", ".join(f"{layer}: {loss:.4f}" for layer, loss in measured.losses.items())
     return (
         f"{measured.way:<7} {measured.rate:7.1f} tokens/s ({measured.num_tokens} in {measured.num_steps} steps and "
         f"{measured.seconds:.1f} s, {measured.cpu_seconds:.1f} s of CPU{cache}); memory "
-        f"{measured.start_memory / 1e9:.2f} GB before, {measured.peak_memory / 1e9:.2f} GB at most; last losses {losses}"
+        f"{measured.start_memory / 1e9:.2f} GB before, {measured.peak_memory / 1e9:.2f} GB at most; losses {losses}"
     )
 
 
