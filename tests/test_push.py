@@ -579,8 +579,11 @@ class TestCommand:
 @pytest.fixture(scope="module")
 def base_files(named_base: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """The repository of a tiny base with its tokenizer."""
-    folder = tmp_path_factory.mktemp("base")
-    named_base.save_pretrained(folder)
+    return files_of(named_base, tmp_path_factory.mktemp("base"))
+
+
+def files_of(base: PreTrainedModel, folder: Path) -> dict[str, bytes]:
+    base.save_pretrained(folder)
     build_tokenizer().save_pretrained(folder)
     return {path.name: path.read_bytes() for path in folder.iterdir()} | {CARD: b"---\nlicense: mit\n---\n"}
 
@@ -611,17 +614,34 @@ def recipe(tmp_path: Path) -> Path:
 
 
 class TestTrain:
+    @pytest.mark.parametrize(
+        ("architecture", "kinds"), [("llama", "block,block"), ("qwen3", "lora,norm"), ("opt", "block,mlp")]
+    )
     def test_train_push_pull_infer(
         self,
         hub: FakeHub,
-        base_files: dict[str, bytes],
+        make_base: Any,
         recipe: Path,
         tmp_path: Path,
         capfd: pytest.CaptureFixture[str],
+        architecture: str,
+        kinds: str,
     ) -> None:
-        hub.add("lab/base", base_files)
+        """The whole way, on the architecture of every recipe."""
+        hub.add("lab/base", files_of(make_base(architecture), tmp_path / "base"))
         run = tmp_path / "run"
-        assert train(["--recipe", str(recipe), "--output", str(run), "--push-to-hub", "me/heads", "--private"]) == 0
+        flags = [
+            "--recipe",
+            str(recipe),
+            "--head",
+            kinds,
+            "--output",
+            str(run),
+            "--push-to-hub",
+            "me/heads",
+            "--private",
+        ]
+        assert train(flags) == 0
         assert f"pushed: {hub.endpoint}/me/heads" in capfd.readouterr().out
         assert hub.repositories["me/heads"].private
         assert local(run / "adapter", CONFIG, WEIGHTS, RUN).items() <= pushed(hub).items()
