@@ -3,11 +3,12 @@
 from .adapter import load_adapter, save_adapter, shipped_adapter
 from .atomic import write_atomically
 from .base_model import load_base
-from .provenance import fingerprint, run_record
+from .provenance import base_source, fingerprint, run_record
 from .training_state import TrainingState, load_training_state, save_training_state
 
 __all__ = [
     "TrainingState",
+    "base_source",
     "fingerprint",
     "load_adapter",
     "load_base",

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping
 from importlib.resources import files
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 RUN_FILE = "run.json"
 CARD_FILE = "README.md"
+REPORT_FILE, FIGURES_FOLDER = "report.md", "figures"
 ADAPTER_FILES = [CONFIG_FILE, WEIGHTS_FILE, RUN_FILE]
 CONFIG_KEYS = {"format_version", "base_model_name_or_path", "revision", "base_fingerprint", "heads"}
 HEAD_KEYS = {"exit_layer", "kind", "committed_context", "draft_vocab_size"}
@@ -34,11 +35,12 @@ def save_adapter(
     run: Mapping[str, Any] | None = None,  # JSON-ready, how the heads were made: `run_record`
     *,
     dtype: torch.dtype | None = None,  # of the saved weights; None keeps theirs
+    report: Mapping[str, str] | None = None,  # by name, `report.md` and `figures/*.svg`: their text
 ) -> None:
     """Write the heads of `model`, without any weight of the base, wholly or not at all.
 
-    An adapter that is in `folder` already is replaced, its README.md kept. Raises ValueError where the folder
-    holds other files, or cannot be written.
+    An adapter that is in `folder` already is replaced, its report too, its README.md kept. Raises ValueError where
+    the folder holds other files, or cannot be written.
     """
     folder = Path(folder).expanduser()
     if not model.exit_layers:
@@ -58,6 +60,10 @@ def save_adapter(
         save_file(tensors, partial / WEIGHTS_FILE, metadata={"format": "pt"})
         if run is not None:
             _write_json(partial / RUN_FILE, run)
+        for name, text in (report or {}).items():
+            assert name == REPORT_FILE or PurePath(name).parent == PurePath(FIGURES_FOLDER)
+            (partial / name).parent.mkdir(exist_ok=True)
+            (partial / name).write_text(text, encoding="utf-8")
         if (folder / CARD_FILE).is_file():
             (partial / CARD_FILE).write_bytes((folder / CARD_FILE).read_bytes())
 
@@ -102,8 +108,10 @@ def _check_replaceable(folder: Path) -> None:
         raise ValueError(f"{folder} is a file; choose a folder for the adapter")
     if not folder.is_dir():
         return
-    if others := sorted({path.name for path in folder.iterdir()} - {*ADAPTER_FILES, CARD_FILE}):
-        raise ValueError(f"{folder} holds other files ({', '.join(others[:3])}); choose a new folder")
+    others = {path.name for path in folder.iterdir()} - {*ADAPTER_FILES, CARD_FILE, REPORT_FILE, FIGURES_FOLDER}
+    others |= {path.name for path in (folder / FIGURES_FOLDER).glob("*") if path.suffix != ".svg"}
+    if others:
+        raise ValueError(f"{folder} holds other files ({', '.join(sorted(others)[:3])}); choose a new folder")
 
 
 def _to_disk(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:

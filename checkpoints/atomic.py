@@ -83,6 +83,9 @@ def _settle(folder: Path) -> None:
     # safetensors writes files that only their owner can read, whatever the umask says.
     mode = folder.stat().st_mode & 0o666
     for path in folder.iterdir():
+        if path.is_dir():
+            _settle(path)
+            continue
         path.chmod(mode)
         with path.open("rb") as file:
             os.fsync(file.fileno())

@@ -193,9 +193,11 @@ def test_distances_matter_only_to_heads_with_committed_context(base, cache, tmp_
     ]
     assert not torch.equal(scores[0]["0->target"], scores[1]["0->target"])
     report = evaluate(with_context, cache, HELD_OUT, max_window=8)
-    assert list(report["by_distance"]) == ["1", "2", "4", "8"]
+    assert list(report["by_distance"]) == list("12345678")
     assert set(report["by_kind"]) == {"even", "odd"}
-    assert "by_distance" not in evaluate(make_model(base, "norm", False, (2,)), cache, HELD_OUT, max_window=8)
+    report = evaluate(make_model(base, "norm", False, (2,)), cache, HELD_OUT, max_window=8)
+    assert all(hops == report["hops"] for hops in report["by_distance"].values())
+    assert "by_distance" not in evaluate(with_context, cache, HELD_OUT, max_window=8, distances=())
 
 
 @pytest.mark.parametrize("kinds", [("shared", "block"), ("mlp", "shared"), ("norm", "block")])

@@ -6,7 +6,7 @@ R loss rows; D hidden size; U the union of the heads' vocabularies.
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import combinations
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,9 +15,19 @@ from tqdm import tqdm
 from ..heads import EarlyExitModel
 from .cache import Batch, StateCache
 from .exit_states import batch_context, exit_state, head_logits
+from .tally import Calibration, Chains, Means
 from .windows import fixed_distance, random_windows
 
 TARGET = "target"
+
+
+class Scores(NamedTuple):
+    """How every loss row fares."""
+
+    hops: dict[str, Tensor]
+    """By hop: `[2, R]` float32, agreement and acceptance."""
+    confidence: dict[str, Tensor]
+    """By exit: `[R]` float32, the probability of its most likely token."""
 
 
 def evaluate(
@@ -26,44 +36,67 @@ def evaluate(
     indices: Sequence[int],  # sequences of the cache
     *,
     max_window: int,
-    distances: Sequence[int] = (1, 2, 4, 8),
+    distances: Sequence[int] = range(1, 9),
     batch_tokens: int = 4096,
     seed: int = 0,
     show_progress: bool = False,
 ) -> dict[str, Any]:
-    """How often a level's choice survives a deeper one, for every pair of levels.
+    """How often a level's choice survives a deeper one, for every pair of levels, JSON-ready.
 
     Hops are named "4->8", "4->target". Each has its `agreement` (same most likely token: what greedy decoding
-    accepts) and its `acceptance` (expected, `sum min(p, q)` at temperature 1). `hops` and `by_kind` have
-    windows as in training; in `by_distance` every row is as far from its committed context as the key says
-    (left out where no head has committed context).
+    accepts) and its `acceptance` (expected, `sum min(p, q)` at temperature 1).
+
+    - `num_tokens`: loss rows; all below are means over these.
+    - `hops`: `{hop: {"agreement", "acceptance"}}`, with windows as in training; `by_kind`: `{kind: hops}`, and
+      `num_tokens_by_kind`.
+    - `calibration`: `{exit: [{"from", "num_tokens", "confidence", "agreement"}]}`, an entry for each tenth of
+      confidence with its mean and its agreement with the target; windows as in training.
+    - `by_distance`: `{distance: hops}`: every row is as far from its committed context as the key says. Without
+      committed context all distances are the same.
+    - `by_place`: `{hop: {"agreement": [...], "num_drafts": [...]}}`: the share of tokens at place 1, 2, ... of a
+      draft that the deeper level agrees with when it agreed with all before; place k is read at distance k. The
+      tokens between are the response's own: those of greedy decoding where the response is the greedy one.
+
+    Without `distances` the last two are left out; places go as far as distances count on from 1.
     """
-    num_tokens = 0
-    overall = _Means()
-    by_kind: dict[str, _Means] = defaultdict(_Means)
-    by_distance: dict[str, _Means] = defaultdict(_Means)
+    num_tokens: dict[str, int] = defaultdict(int)
+    overall = Means()
+    by_kind: dict[str, Means] = defaultdict(Means)
+    by_distance: dict[str, Means] = defaultdict(Means)
+    num_places = next((place for place, distance in enumerate(distances) if distance != place + 1), len(distances))
+    by_place: dict[str, Chains] = defaultdict(lambda: Chains(num_places))
+    calibration: dict[str, Calibration] = defaultdict(Calibration)
     needs_distance = any(head.config.committed_context for head in model.exit_heads)
     total = sum(cache.sequences[index].length for index in indices)
     with tqdm(total=total, unit="tok", desc="evaluate", disable=not show_progress) as progress:
         for batch in _batches(model, cache, indices, batch_tokens):
-            num_tokens += len(batch.loss_rows)
-            scores = hop_scores(model, batch, random_windows(batch.lengths, batch.num_prompts, max_window, seed))
-            overall.add(scores)
+            scores = level_scores(model, batch, random_windows(batch.lengths, batch.num_prompts, max_window, seed))
+            overall.add(scores.hops)
+            for name, confidence in scores.confidence.items():
+                calibration[name].add(confidence, scores.hops[f"{name}->{TARGET}"][0])
             rows = [max(0, n - 1 - p) for n, p in zip(batch.lengths, batch.num_prompts, strict=True)]
-            for kind, *parts in zip(batch.kinds, *(score.split(rows, 1) for score in scores.values()), strict=True):
-                by_kind[kind].add(dict(zip(scores, parts, strict=True)))
-            for distance in distances if needs_distance else ():
+            for kind, number, part in zip(batch.kinds, rows, _by_sequence(scores.hops, rows), strict=True):
+                num_tokens[kind] += number
+                by_kind[kind].add(part)
+            at_distance = []
+            for distance in distances:
                 last_known = fixed_distance(batch.lengths, batch.num_prompts, distance)
-                by_distance[str(distance)].add(hop_scores(model, batch, last_known))
+                at_distance.append(hop_scores(model, batch, last_known) if needs_distance else scores.hops)
+                by_distance[str(distance)].add(at_distance[-1])
+            for parts in zip(*(_by_sequence(hops, rows) for hops in at_distance[:num_places]), strict=True):
+                for hop in scores.hops:
+                    by_place[hop].add([part[hop][0].bool() for part in parts])
             progress.update(sum(batch.lengths))
-    report: dict[str, Any] = {"num_tokens": num_tokens, "hops": overall.result()}
+    report: dict[str, Any] = {"num_tokens": sum(num_tokens.values()), "hops": overall.result()}
     report["by_kind"] = {kind: by_kind[kind].result() for kind in sorted(by_kind)}
-    if needs_distance:
+    report["num_tokens_by_kind"] = {kind: num_tokens[kind] for kind in sorted(by_kind)}
+    report["calibration"] = {name: calibration[name].result() for name in calibration}
+    if distances:
         report["by_distance"] = {key: means.result() for key, means in by_distance.items()}
+        report["by_place"] = {hop: chains.result() for hop, chains in by_place.items()}
     return report
 
 
-@torch.no_grad()
 def hop_scores(
     model: EarlyExitModel,
     batch: Batch,
@@ -71,12 +104,24 @@ def hop_scores(
     rows_per_chunk: int = 256,
 ) -> dict[str, Tensor]:  # by hop: [2, R] float32, agreement and acceptance of each loss row
     """How every hop between two levels fares on every loss row."""
+    return level_scores(model, batch, last_known, rows_per_chunk).hops
+
+
+@torch.no_grad()
+def level_scores(
+    model: EarlyExitModel,
+    batch: Batch,
+    last_known: Tensor,  # [T] int64, from `windows`
+    rows_per_chunk: int = 256,
+) -> Scores:
+    """How every hop between two levels fares on every loss row, and how sure the exits are."""
     context = batch_context(batch, last_known)
     states = [exit_state(model, index, batch, context) for index in range(len(model.heads))]
     union = _union_ids(model)
     union_rows = None if union is None else model.backbone.lm_head_rows(union)
     levels = [*map(str, model.exit_layers), TARGET]
     chunks: dict[str, list[Tensor]] = {f"{a}->{b}": [] for a, b in combinations(levels, 2)}
+    confidence: dict[str, list[Tensor]] = {level: [] for level in levels[:-1]}
     for start in range(0, len(batch.loss_rows), rows_per_chunk):
         part = slice(start, start + rows_per_chunk)
         rows = batch.loss_rows[part]
@@ -84,13 +129,25 @@ def hop_scores(
         tops: dict[str, Tensor] = {TARGET: batch.top_token[rows]}
         for index, level in enumerate(levels[:-1]):
             probs[level], tops[level] = _spread(model, index, states[index][part], union)
+            confidence[level].append(probs[level].amax(-1))
         target_logits = model.backbone.logits(batch.final[rows], union_rows).float()
         probs[TARGET] = (target_logits - batch.log_normaliser[rows].unsqueeze(-1)).exp()
         for a, b in combinations(levels, 2):
             agreement = (tops[a] == tops[b]).float()
             acceptance = torch.minimum(probs[a], probs[b]).sum(-1)
             chunks[f"{a}->{b}"].append(torch.stack([agreement, acceptance]))
-    return {hop: torch.cat(parts, 1) if parts else torch.empty(2, 0) for hop, parts in chunks.items()}
+    return Scores(
+        {hop: torch.cat(parts, 1) if parts else torch.empty(2, 0) for hop, parts in chunks.items()},
+        {level: torch.cat(parts) if parts else torch.empty(0) for level, parts in confidence.items()},
+    )
+
+
+def _by_sequence(
+    hops: dict[str, Tensor],  # [2, R]
+    num_rows: list[int],
+) -> list[dict[str, Tensor]]:  # for each sequence, by hop: [2, its rows]
+    parts = zip(*(score.split(num_rows, 1) for score in hops.values()), strict=True)
+    return [dict(zip(hops, part, strict=True)) for part in parts]
 
 
 def _spread(
@@ -129,20 +186,3 @@ def _batches(model: EarlyExitModel, cache: StateCache, indices: Sequence[int], b
             chosen, num_tokens = [], 0
     if chosen:
         yield cache.read(chosen, model.exit_layers, model.backbone)
-
-
-class _Means:
-    """Running means of agreement and acceptance, by hop."""
-
-    def __init__(self) -> None:
-        self.sums: dict[str, Tensor] = {}
-        self.num_rows: dict[str, int] = {}
-
-    def add(self, scores: dict[str, Tensor]) -> None:
-        for hop, score in scores.items():
-            self.sums[hop] = self.sums.get(hop, torch.zeros(2, dtype=torch.float64)) + score.double().sum(1).cpu()
-            self.num_rows[hop] = self.num_rows.get(hop, 0) + score.shape[1]
-
-    def result(self) -> dict[str, dict[str, float]]:
-        values = {hop: (total / max(1, self.num_rows[hop])).tolist() for hop, total in self.sums.items()}
-        return {hop: {"agreement": round(a, 5), "acceptance": round(b, 5)} for hop, (a, b) in values.items()}

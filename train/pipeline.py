@@ -11,14 +11,17 @@ from typing import Any
 from filelock import FileLock, Timeout
 from transformers import PreTrainedModel
 
-from ..checkpoints import fingerprint, run_record, save_adapter, write_atomically
+from ..checkpoints import fingerprint, save_adapter, write_atomically
 from ..heads import EarlyExitModel
 from ..infer import Engine
 from ..recipes import DataRecipe, Recipe, default_exit_layers
 from .cache import StateCache
 from .cache_writer import extend_cache
+from .curve import read_curve
 from .evaluate import evaluate
 from .prompts import Prompt, fingerprint_prompts, is_held_out, read_prompts
+from .record import training_record
+from .report import report_files
 from .responses import Response, regenerate, response_order
 from .split import split_sequences
 from .trainer import Trainer
@@ -133,17 +136,27 @@ def train_adapter(
     """Train the recipe's heads on a cache, measure them and write `folder/adapter`."""
     training, held_out = split_sequences(cache.sequences, recipe.data.held_out_fraction, num_tokens)
     model = make_model(base, recipe, [cache.sequences[index] for index in training])
-    if any(True for _ in model.heads.parameters()):
+    is_trained = any(True for _ in model.heads.parameters())
+    if is_trained:
         settings = training_settings(recipe, len(training))
         Trainer(
             model, cache, training, held_out, folder, settings=settings, resume=resume, **asdict(recipe.training)
         ).run()
     model.heads.to(base.dtype)
-    report = evaluate(model, cache, held_out, max_window=recipe.training.max_window, show_progress=True)
-    record = run_record(command=command or ["hispec.train"], recipe=recipe.to_dict(), acceptance=report)
-    record["num_training_responses"] = len(training)
-    record["num_training_tokens"] = sum(len(cache.sequences[index].token_ids) for index in training)
-    save_adapter(model, folder / "adapter", run=record)
+    record = training_record(
+        model,
+        command=command or ["hispec.train"],
+        recipe=recipe.to_dict(),
+        acceptance=evaluate(model, cache, held_out, max_window=recipe.training.max_window, show_progress=True),
+        # Where nothing is trained, a curve in the folder is that of other heads.
+        curve=read_curve(folder / "metrics.jsonl") if is_trained else [],
+        data={
+            "num_training_responses": len(training),
+            "num_training_tokens": sum(len(cache.sequences[index].token_ids) for index in training),
+            "num_held_out_responses": len(held_out),
+        },
+    )
+    save_adapter(model, folder / "adapter", run=record, report=report_files(record))
     return folder / "adapter"
 
 
