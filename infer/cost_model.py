@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
+from .acceptance_length import hispec_length, provisional_lengths, single_layer_length, verifications
 from .config import Method
 
 
@@ -73,13 +74,8 @@ class Acceptance:
     """How often what one exit proposes is what a deeper level says."""
 
     hops: Mapping[tuple[int, int], tuple[float, ...]]
-    """By (exit layer, deeper exit layer or depth of the base): `[d]` is the probability that a token at distance d + 1
-    to the last commit is kept, given that all before it were; the last value goes for all that follow."""
-
-    def at(self, lower: int, upper: int, distance: int) -> float:
-        """The probability at a distance, from 1."""
-        values = self.hops[lower, upper]
-        return values[min(distance, len(values)) - 1]
+    """By (exit layer, deeper exit layer or depth of the base): the share of tokens at place 0, 1, ... of a draft that
+    are kept, given that all before it were; the last one goes for all that follow."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,76 +106,38 @@ def predict(
     draft_exit = setting.exit_layers[0]
     num_drafted = setting.num_draft_tokens
     if setting.method == "single-layer":
-        chances = [acceptance.at(draft_exit, costs.num_layers, d) for d in range(1, num_drafted + 1)]
+        num_tokens = single_layer_length(acceptance.hops[draft_exit, costs.num_layers], num_drafted)
         seconds = {
             "draft": _draft(costs, draft_exit, batch_size, num_drafted),
             "target": _verify(costs, draft_exit, costs.num_layers, batch_size, num_drafted + 1),
         }
-        return _prediction(setting, batch_size, 1 + sum(survival(chances)), seconds)
+        return _prediction(setting, batch_size, num_tokens, seconds)
     return _predict_hispec(setting, costs, acceptance, batch_size)
-
-
-def survival(chances: Items[float]) -> list[float]:
-    """`[k]`: the probability that tokens 0 to k are all kept, each with its chance given those before it."""
-    kept, result = 1.0, []
-    for chance in chances:
-        kept *= chance
-        result.append(kept)
-    return result
-
-
-def provisional_lengths(
-    chances: Items[float],  # [d], that the intermediate keeps a draft at distance d + 1 to the last commit
-    num_draft_tokens: int,
-    num_provisional_tokens: int,
-) -> tuple[list[float], list[dict[int, float]]]:
-    """How the intermediate level fills up: `[j]`, the probability that it verifies a j + 1-th time, and the
-    distribution of provisional tokens after each verification, over sequences that are then done."""
-    waiting, going_on, finished = {0: 1.0}, [], []
-    while waiting:
-        going_on.append(sum(waiting.values()))
-        following: dict[int, float] = {}
-        for number, share in waiting.items():
-            kept = share
-            for place in range(num_draft_tokens):
-                chance = chances[min(number + place, len(chances) - 1)]
-                # Rejected here: those before it and the recovered token are provisional.
-                _add(following, number + place + 1, kept * (1 - chance))
-                kept *= chance
-            _add(following, number + num_draft_tokens + 1, kept)
-        finished.append({n: share for n, share in following.items() if n >= num_provisional_tokens})
-        waiting = {n: share for n, share in following.items() if n < num_provisional_tokens and share > 0}
-    return going_on, finished
 
 
 def _predict_hispec(setting: Setting, costs: Costs, acceptance: Acceptance, batch_size: int) -> Prediction:
     draft_exit, middle_exit = setting.exit_layers
-    num_drafted, num_wanted = setting.num_draft_tokens, setting.num_provisional_tokens
-    longest = num_wanted + num_drafted
-    chances = [acceptance.at(draft_exit, middle_exit, d) for d in range(1, longest + 1)]
-    going_on, finished = provisional_lengths(chances, num_drafted, num_wanted)
+    num_drafted = setting.num_draft_tokens
+    lengths = num_drafted, setting.num_provisional_tokens
+    kept_drafts = acceptance.hops[draft_exit, middle_exit]
+    kept_provisional = acceptance.hops[middle_exit, costs.num_layers]
     draft = middle = 0.0
-    for share in going_on:
+    for share in verifications(kept_drafts, *lengths):
         # The batch goes on while any of its sequences does, with those alone that do.
         chance = 1 - (1 - share) ** batch_size
         active = batch_size * share / chance
         draft += chance * _draft(costs, draft_exit, active, num_drafted)
         middle += chance * _verify(costs, draft_exit, middle_exit, active, num_drafted + 1)
-    lengths: dict[int, float] = {}
-    for each in finished:
-        for number, share in each.items():
-            _add(lengths, number, share)
-    kept = survival([acceptance.at(middle_exit, costs.num_layers, d) for d in range(1, longest + 1)])
-    num_rows = 1 + sum(number * share for number, share in lengths.items())
+    num_waiting = sum(number * share for number, share in enumerate(provisional_lengths(kept_drafts, *lengths)))
     # The newest provisional token goes through the lower levels by itself before the target verifies.
     draft += draft_exit * costs.layer.at(batch_size, 1)
     middle += (middle_exit - draft_exit) * costs.layer.at(batch_size, 1)
     seconds = {
         "draft": draft,
         "intermediate": middle,
-        "target": _verify(costs, middle_exit, costs.num_layers, batch_size, num_rows),
+        "target": _verify(costs, middle_exit, costs.num_layers, batch_size, 1 + num_waiting),
     }
-    num_tokens = 1 + sum(share * sum(kept[:number]) for number, share in lengths.items())
+    num_tokens = hispec_length(kept_drafts, kept_provisional, *lengths)
     return _prediction(setting, batch_size, num_tokens, seconds)
 
 
@@ -206,10 +164,6 @@ def _prediction(setting: Setting, batch_size: int, num_tokens: float, seconds: d
         seconds_by_level=seconds,
         tokens_per_second=batch_size * num_tokens / total,
     )
-
-
-def _add(shares: dict[int, float], key: int, share: float) -> None:
-    shares[key] = shares.get(key, 0.0) + share
 
 
 def _interpolate(points: Items[int], values: Items[float], place: float) -> float:

@@ -125,8 +125,11 @@ class _Parts:
 
             return run
 
-        heads = {exit_layer: exit_head(index) for index, exit_layer in enumerate(self.model.exit_layers)}
-        return {"layers": layers, "target": target, **heads}
+        heads: dict[object, Callable[[], object]] = {
+            exit_layer: exit_head(index) for index, exit_layer in enumerate(self.model.exit_layers)
+        }
+        calls: dict[object, Callable[[], object]] = {"layers": layers, "target": target}
+        return calls | heads
 
 
 def _overheads(
