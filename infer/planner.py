@@ -1,0 +1,107 @@
+"""The planner: which method, exits and lengths are fastest here, by the cost model."""
+
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+from .cost_model import Acceptance, Costs, Prediction, Setting, predict
+
+MAX_DRAFT_TOKENS = 6
+MAX_PROVISIONAL_TOKENS = 8
+MARGIN = 1.03
+"""Speculation is chosen where it should be faster than plain decoding by this factor: below it the prediction's own
+error decides, and plain decoding never loses."""
+
+AUTOREGRESSIVE = Setting(method="autoregressive", exit_layers=())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What to do at every batch size."""
+
+    choices: Mapping[int, Prediction]
+    """By batch size, rising; a size between two goes by the smaller one."""
+    plain: Mapping[int, Prediction]
+    """By batch size: what plain decoding would do."""
+
+    def at(self, batch_size: int) -> Setting:
+        """The setting for so many sequences."""
+        sizes = [size for size in self.choices if size <= batch_size]
+        return self.choices[max(sizes, default=min(self.choices))].setting
+
+
+def candidates(exit_layers: Items[int]) -> Iterator[Setting]:
+    """Every setting that heads at these exits allow."""
+    yield AUTOREGRESSIVE
+    for exit_layer in exit_layers:
+        for number in range(1, MAX_DRAFT_TOKENS + 1):
+            yield Setting(method="single-layer", exit_layers=(exit_layer,), num_draft_tokens=number)
+    for pair in combinations(exit_layers, 2):
+        for number in range(1, MAX_DRAFT_TOKENS + 1):
+            for provisional in range(1, MAX_PROVISIONAL_TOKENS + 1):
+                yield Setting(
+                    method="hispec",
+                    exit_layers=pair,
+                    num_draft_tokens=number,
+                    num_provisional_tokens=provisional,
+                )
+
+
+def plan(costs: Costs, acceptance: Acceptance, batch_sizes: Items[int]) -> Plan:
+    """The fastest setting by `predict` for each batch size, plain decoding unless another one wins by `MARGIN`."""
+    settings = list(candidates(sorted(costs.exit_heads)))
+    plain = {size: predict(AUTOREGRESSIVE, costs, acceptance, size) for size in sorted(batch_sizes)}
+    choices = {}
+    for size in plain:
+        best = max((predict(each, costs, acceptance, size) for each in settings), key=lambda p: p.tokens_per_second)
+        wins = best.tokens_per_second > plain[size].tokens_per_second * MARGIN
+        choices[size] = best if wins else plain[size]
+    return Plan(choices=choices, plain=plain)
+
+
+def measured_acceptance(
+    report: Mapping[str, Any],  # `acceptance` of an adapter's run.json, as `hispec.train.evaluate` writes it
+    num_layers: int,
+    *,
+    greedy: bool = True,
+) -> Acceptance:
+    """The shares by place in a draft; sampled ones are scaled by what the expected acceptance is to the agreement.
+
+    Raises ValueError where the report lacks them: an earlier hispec wrote it.
+    """
+    try:
+        by_place, overall = report["by_place"], report["hops"]
+        hops = {}
+        for name, places in by_place.items():
+            lower, upper = name.split("->")
+            factor = 1.0 if greedy else overall[name]["acceptance"] / max(overall[name]["agreement"], 1e-9)
+            shares = tuple(min(1.0, share * factor) for share in places["agreement"])
+            hops[int(lower), num_layers if upper == "target" else int(upper)] = shares
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            "the adapter's run.json tells no acceptance by place; measure it on prompts, or train the adapter anew"
+        ) from error
+    return Acceptance(hops=hops)
+
+
+def describe(plan: Plan) -> str:
+    """The plan as a table, with the reason for each choice."""
+    lines = [f"{'batch':>5}  {'chosen':<42} {'tokens/s':>8} {'plain':>8} {'ratio':>6}  tokens a round, and why"]
+    for size, chosen in plan.choices.items():
+        plain = plan.plain[size]
+        ratio = chosen.tokens_per_second / plain.tokens_per_second
+        lines.append(
+            f"{size:>5}  {chosen.setting!s:<42} {chosen.tokens_per_second:8.1f} {plain.tokens_per_second:8.1f} "
+            f"{ratio:6.2f}  {_reason(chosen, plain)}"
+        )
+    return "\n".join(lines)
+
+
+def _reason(chosen: Prediction, plain: Prediction) -> str:
+    if chosen.setting == plain.setting:
+        return f"1.00: no draft brings {(MARGIN - 1) * 100:.0f} % more than its cost"
+    cost = chosen.seconds_per_round / plain.seconds_per_round
+    parts = ", ".join(f"{name} {1e3 * seconds:.1f}" for name, seconds in chosen.seconds_by_level.items())
+    return f"{chosen.tokens_per_round:.2f} for {cost:.2f} plain steps ({parts} ms)"
