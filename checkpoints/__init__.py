@@ -4,15 +4,18 @@ from .adapter import load_adapter, save_adapter, shipped_adapter
 from .atomic import write_atomically
 from .base_model import load_base
 from .provenance import base_source, fingerprint, run_record
+from .push import check_push, push_adapter
 from .training_state import TrainingState, load_training_state, save_training_state
 
 __all__ = [
     "TrainingState",
     "base_source",
+    "check_push",
     "fingerprint",
     "load_adapter",
     "load_base",
     "load_training_state",
+    "push_adapter",
     "run_record",
     "save_adapter",
     "save_training_state",

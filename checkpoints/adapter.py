@@ -97,6 +97,18 @@ def load_adapter(
     return model
 
 
+def check_adapter(folder: Path) -> dict[str, Any]:
+    """The config of an adapter in a folder, strictly read, its weights file too as far as it goes without the base.
+
+    Raises ValueError for what `load_adapter` would refuse.
+    """
+    config = _read_config(folder)
+    for values in config["heads"]:
+        _head_config(values, folder)
+    _read_tensors(folder)
+    return config
+
+
 def shipped_adapter(name: str) -> Path | None:
     """The folder of the adapter that comes with hispec for a model alias; None where there is none."""
     folder = Path(str(files(__package__))) / name
@@ -128,7 +140,11 @@ def _find(source: str, revision: str | None) -> Path:
     if source and folder.is_dir():
         return folder
     if is_hub_id(source):
-        return download(source, revision, ADAPTER_FILES)
+        folder = download(source, revision, ADAPTER_FILES)
+        for name in (CONFIG_FILE, WEIGHTS_FILE):
+            if not (folder / name).is_file():
+                raise ValueError(f"{source!r} holds no {name}, so it is no adapter of hispec; check the name")
+        return folder
     raise ValueError(f"the adapter {source!r} is no folder here and no hub id (user/name); check the path")
 
 

@@ -12,11 +12,12 @@ __all__ = [
     "__version__",
     "hispec_generate",
     "load_adapter",
+    "push_adapter",
     "save_adapter",
 ]
 
 if TYPE_CHECKING:
-    from .checkpoints import load_adapter, save_adapter
+    from .checkpoints import load_adapter, push_adapter, save_adapter
     from .heads import EarlyExitModel
     from .infer import AsyncEngine, Engine, SamplingParams, hispec_generate
 else:
@@ -29,6 +30,7 @@ else:
         "SamplingParams": ".infer",
         "hispec_generate": ".infer",
         "load_adapter": ".checkpoints",
+        "push_adapter": ".checkpoints",
         "save_adapter": ".checkpoints",
     }
 

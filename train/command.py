@@ -1,12 +1,14 @@
 """`hispec-train`: from a base model to an adapter with trained exit heads."""
 
 import argparse
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, get_args
 
-from ..checkpoints import load_base
+from ..checkpoints import check_push, load_base, push_adapter
 from ..heads import HeadKind
 from ..recipes import Recipe, load_recipe
 from .pipeline import make_adapter
@@ -73,6 +75,14 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--dry-run", "--dry_run", action="store_true", help="print the plan and what it costs, and do nothing"
     )
+    parser.add_argument(
+        "--push-to-hub",
+        "--push_to_hub",
+        metavar="USER/NAME",
+        help="put the adapter into this repository on the Hugging Face Hub at the end; whether the token "
+        "(HF_TOKEN, or that of `hf auth login`) allows it is asked before the training",
+    )
+    parser.add_argument("--private", action="store_true", help="with --push-to-hub: make the repository private")
     return parser
 
 
@@ -118,6 +128,10 @@ def resolve_recipe(options: argparse.Namespace) -> Recipe:
 
 def _run(options: argparse.Namespace, command: Sequence[str]) -> int:
     recipe = resolve_recipe(options)
+    if options.push_to_hub is not None:
+        check_push(options.push_to_hub, private=options.private)
+    elif options.private:
+        raise ValueError("--private goes with --push-to-hub only; leave it out")
     print(f"{recipe.name}: {recipe.model.source}, run in {recipe.output_folder()}", file=sys.stderr)
     base, tokenizer = load_base(recipe.model.source, dtype=options.dtype, revision=recipe.model.revision)
     if options.dry_run:
@@ -135,7 +149,20 @@ def _run(options: argparse.Namespace, command: Sequence[str]) -> int:
         ) from error
     print(describe_report(adapter))
     print(f"adapter: {adapter}")
+    if options.push_to_hub is not None:
+        _push(adapter, options.push_to_hub, private=options.private)
     return 0
+
+
+def _push(adapter: Path, repo: str, *, private: bool) -> None:
+    command = shlex.join(["hispec-push", str(adapter), repo, *(["--private"] if private else [])])
+    try:
+        print(f"pushed: {push_adapter(adapter, repo, private=private)}")
+    except (OSError, ValueError) as error:
+        raise ValueError(f"the adapter is in {adapter}, but was not pushed: {error}; then run `{command}`") from error
+    except KeyboardInterrupt:
+        print(f"\nthe adapter is in {adapter}; to push it run `{command}`", file=sys.stderr)
+        raise
 
 
 def _given(values: dict[str, Any]) -> dict[str, Any]:
