@@ -147,6 +147,8 @@ class EngineConfig:
     exact: bool = False
     """Greedy and seeded texts are the same to the bit by every method, draft length, batch and chunk of a prompt, and
     after a preemption, on one machine with one number of threads; tried when the engine starts. Slower: see README."""
+    exit_layers: tuple[int, ...] | None = None
+    """Which of the model's exits serve, from the draft up; None takes its shallowest."""
 
     def __post_init__(self) -> None:
         if self.method not in get_args(Method):
@@ -166,6 +168,8 @@ class EngineConfig:
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.exit_layers is not None:
+            object.__setattr__(self, "exit_layers", tuple(self.exit_layers))
         if self.num_blocks is not None and self.num_blocks < 1:
             raise ValueError(f"num_blocks is {self.num_blocks}; it must be at least 1, or None")
 

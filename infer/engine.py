@@ -45,7 +45,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.config = EngineConfig(**options)
         backbone = model.backbone
-        levels = build_levels(model, self.config.method)
+        levels = build_levels(model, self.config.method, self.config.exit_layers)
         if should_pack(self.config, model):
             model.pack_weights()
         lengths = draft_lengths(self.config)

@@ -16,6 +16,7 @@ REQUEST_FLAGS = (
 ENGINE_FLAGS = (
     *("method", "num_draft_tokens", "num_provisional_tokens", "draft_policy", "min_confidence", "num_blocks"),
     "exact",
+    "exit_layers",
 )
 """Fields of `EngineConfig` that have a flag of their name."""
 
@@ -118,6 +119,14 @@ def _add_running_flags(group: argparse._ArgumentGroup) -> None:
         choices=get_args(Method),
         help="default: hispec, or as much of it as the heads allow",
     )
+    _add(
+        group,
+        "--exit-layers",
+        type=_exit_layers,
+        metavar="N,N",
+        help="of an adapter with more exits than the method uses: those that serve, the draft's first "
+        "(default: the shallowest)",
+    )
     _add(group, "--num-draft-tokens", type=int, metavar="N", help="before a verification (default: 2)")
     _add(group, "--num-provisional-tokens", type=int, metavar="N", help="before the target is asked (default: 4)")
     _add(
@@ -132,3 +141,10 @@ def _add_running_flags(group: argparse._ArgumentGroup) -> None:
     _add(group, "--exact", action="store_true", help="the same bits by every method, batch and draft length; slower")
     _add(group, "--dtype", default="auto", help="auto, float32 or bfloat16")
     _add(group, "--device", default="auto", help="auto, cpu or cuda")
+
+
+def _exit_layers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of layers; write the adapter's, such as 4,8") from None

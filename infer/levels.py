@@ -18,19 +18,44 @@ class Level(NamedTuple):
     """Index of the exit head; None is the base's own norm and LM head."""
 
 
-def build_levels(model: EarlyExitModel, method: str) -> tuple[Level, ...]:
-    """From the shallowest to the target; ValueError where the model has too few heads."""
-    num_exits = {"autoregressive": 0, "single-layer": 1, "hispec": 2}[method]
+METHODS = ("autoregressive", "single-layer", "hispec")
+"""By the number of exits that serve."""
+
+
+def build_levels(
+    model: EarlyExitModel,
+    method: str,
+    exit_layers: Items[int] | None = None,  # of the model's exits, those that serve; None takes the shallowest
+) -> tuple[Level, ...]:
+    """From the shallowest to the target; ValueError where the model has not the heads that the method needs."""
+    num_exits = METHODS.index(method)
     if len(model.heads) < num_exits:
         raise ValueError(
             f"method {method!r} needs {num_exits} exit head{'s' * (num_exits > 1)}, but the model has "
             f"{len(model.heads)}; load an adapter that has them, or choose another method"
         )
+    chosen = model.exit_layers[:num_exits] if exit_layers is None else tuple(exit_layers)
+    if exit_layers is not None:
+        _check_chosen(chosen, model.exit_layers, method, num_exits)
     names = (*("draft", "intermediate")[:num_exits], "target")
-    stops = (*model.exit_layers[:num_exits], model.backbone.num_layers)
+    stops = (*chosen, model.backbone.num_layers)
     starts = (0, *stops[:-1])
-    heads = (*range(num_exits), None)
+    heads = (*(model.exit_layers.index(layer) for layer in chosen), None)
     return tuple(Level(*level) for level in zip(names, starts, stops, heads, strict=True))
+
+
+def _check_chosen(chosen: tuple[int, ...], trained: tuple[int, ...], method: str, num_exits: int) -> None:
+    shown, known = ",".join(map(str, chosen)), ",".join(map(str, trained))
+    for layer in chosen:
+        if layer not in trained:
+            raise ValueError(f"exit layer {layer} has no head; the model has exits at {known or 'no layer'}")
+    if len(chosen) != num_exits:
+        raise ValueError(
+            f"exit layers {shown} are {len(chosen)}, but method {method!r} takes {num_exits} of the model's {known}; "
+            "name as many, or choose another method"
+        )
+    if list(chosen) != sorted(set(chosen)):
+        raise ValueError(f"exit layers {shown} are not distinct and rising; name the draft's first")
 
 
 def draft_lengths(config: EngineConfig) -> list[int]:
