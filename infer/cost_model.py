@@ -52,6 +52,19 @@ class Table:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Overhead:
+    """Seconds that grow with the sequences and with their rows."""
+
+    fixed: float = 0.0
+    by_sequence: float = 0.0
+    by_row: float = 0.0
+
+    def at(self, batch_size: float, num_rows: float) -> float:
+        """Seconds for `batch_size` sequences of `num_rows` rows each."""
+        return self.fixed + batch_size * (self.by_sequence + self.by_row * num_rows)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Costs:
     """Seconds that the parts of a round take."""
 
@@ -63,10 +76,14 @@ class Costs:
     """The base's final norm and LM head."""
     exit_heads: Mapping[int, Table]
     """By exit layer: the exit head with its LM head."""
-    draft_overhead: Table
-    """What drafting one token takes besides, at one row."""
-    verify_overhead: Table
-    """What a verification takes besides: drawing, comparing, committing."""
+    per_pass: Overhead = Overhead()
+    """What a pass through a lower level takes besides its layers."""
+    per_draw: Overhead = Overhead()
+    """What drafting one token takes besides its pass and its head: drawing it."""
+    per_middle: Overhead = Overhead()
+    """What a verification by the intermediate level takes besides its layers and head."""
+    per_round: Overhead = Overhead()
+    """The same for the target, with all that a round takes beside its levels."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,19 +117,18 @@ def predict(
     batch_size: int,
 ) -> Prediction:
     """Tokens and seconds of a round in a batch of sequences that all decode."""
+    depth, num_drafted = costs.num_layers, setting.num_draft_tokens
+    if setting.method == "hispec":
+        return _predict_hispec(setting, costs, acceptance, batch_size)
     if setting.method == "autoregressive":
-        seconds = {"target": _verify(costs, 0, costs.num_layers, batch_size, 1)}
-        return _prediction(setting, batch_size, 1.0, seconds)
+        return _prediction(setting, batch_size, 1.0, {"target": _verify(costs, 0, depth, batch_size, 1)})
     draft_exit = setting.exit_layers[0]
-    num_drafted = setting.num_draft_tokens
-    if setting.method == "single-layer":
-        num_tokens = single_layer_length(acceptance.hops[draft_exit, costs.num_layers], num_drafted)
-        seconds = {
-            "draft": _draft(costs, draft_exit, batch_size, num_drafted),
-            "target": _verify(costs, draft_exit, costs.num_layers, batch_size, num_drafted + 1),
-        }
-        return _prediction(setting, batch_size, num_tokens, seconds)
-    return _predict_hispec(setting, costs, acceptance, batch_size)
+    seconds = {
+        "draft": _draft(costs, draft_exit, batch_size, num_drafted),
+        "target": _verify(costs, draft_exit, depth, batch_size, num_drafted + 1),
+    }
+    num_tokens = single_layer_length(acceptance.hops[draft_exit, depth], num_drafted)
+    return _prediction(setting, batch_size, num_tokens, seconds)
 
 
 def _predict_hispec(setting: Setting, costs: Costs, acceptance: Acceptance, batch_size: int) -> Prediction:
@@ -121,17 +137,13 @@ def _predict_hispec(setting: Setting, costs: Costs, acceptance: Acceptance, batc
     lengths = num_drafted, setting.num_provisional_tokens
     kept_drafts = acceptance.hops[draft_exit, middle_exit]
     kept_provisional = acceptance.hops[middle_exit, costs.num_layers]
-    draft = middle = 0.0
-    for share in verifications(kept_drafts, *lengths):
-        # The batch goes on while any of its sequences does, with those alone that do.
-        chance = 1 - (1 - share) ** batch_size
-        active = batch_size * share / chance
-        draft += chance * _draft(costs, draft_exit, active, num_drafted)
-        middle += chance * _verify(costs, draft_exit, middle_exit, active, num_drafted + 1)
-    num_waiting = sum(number * share for number, share in enumerate(provisional_lengths(kept_drafts, *lengths)))
     # The newest provisional token goes through the lower levels by itself before the target verifies.
-    draft += draft_exit * costs.layer.at(batch_size, 1)
-    middle += (middle_exit - draft_exit) * costs.layer.at(batch_size, 1)
+    draft = _pass(costs, 0, draft_exit, batch_size)
+    middle = _pass(costs, draft_exit, middle_exit, batch_size)
+    for num_passes, active in middle_passes(kept_drafts, *lengths, batch_size):
+        draft += num_passes * _draft(costs, draft_exit, active, num_drafted)
+        middle += num_passes * _verify(costs, draft_exit, middle_exit, active, num_drafted + 1)
+    num_waiting = sum(number * share for number, share in enumerate(provisional_lengths(kept_drafts, *lengths)))
     seconds = {
         "draft": draft,
         "intermediate": middle,
@@ -141,18 +153,42 @@ def _predict_hispec(setting: Setting, costs: Costs, acceptance: Acceptance, batc
     return _prediction(setting, batch_size, num_tokens, seconds)
 
 
+def middle_passes(
+    kept_drafts: Items[float],  # by the intermediate, by place in a draft
+    num_draft_tokens: int,
+    num_provisional_tokens: int,
+    batch_size: int,
+) -> list[tuple[float, float]]:
+    """Of the 1st, 2nd, ... verification by the intermediate level in a round of a batch: the probability that it comes,
+    and how many sequences it then has on average.
+
+    The batch goes on while any of its sequences does, with those alone that do.
+    """
+    passes = []
+    for share in verifications(kept_drafts, num_draft_tokens, num_provisional_tokens):
+        chance = 1 - (1 - share) ** batch_size
+        passes.append((chance, batch_size * share / chance))
+    return passes
+
+
+def _pass(costs: Costs, start: int, stop: int, batch_size: float) -> float:
+    """Seconds of one token of each sequence through layers `[start, stop)` of a lower level."""
+    return (stop - start) * costs.layer.at(batch_size, 1) + costs.per_pass.at(batch_size, 1)
+
+
 def _draft(costs: Costs, exit_layer: int, batch_size: float, num_drafted: int) -> float:
     """Seconds of drafting; the last drafted token goes through the level too, without being scored."""
-    layers = exit_layer * costs.layer.at(batch_size, 1)
-    scored = costs.exit_heads[exit_layer].at(batch_size, 1) + costs.draft_overhead.at(batch_size, 1)
-    return num_drafted * (layers + scored) + layers
+    scored = costs.exit_heads[exit_layer].at(batch_size, 1) + costs.per_draw.at(batch_size, 1)
+    return (num_drafted + 1) * _pass(costs, 0, exit_layer, batch_size) + num_drafted * scored
 
 
 def _verify(costs: Costs, start: int, stop: int, batch_size: float, num_rows: float) -> float:
     """Seconds of layers `[start, stop)`, of the head behind them and of the verification by it."""
-    head = costs.target_head if stop == costs.num_layers else costs.exit_heads[stop]
+    is_target = stop == costs.num_layers
+    head = costs.target_head if is_target else costs.exit_heads[stop]
+    overhead = costs.per_round if is_target else costs.per_middle
     layers = (stop - start) * costs.layer.at(batch_size, num_rows)
-    return layers + head.at(batch_size, num_rows) + costs.verify_overhead.at(batch_size, num_rows)
+    return layers + head.at(batch_size, num_rows) + overhead.at(batch_size, num_rows)
 
 
 def _prediction(setting: Setting, batch_size: int, num_tokens: float, seconds: dict[str, float]) -> Prediction:
