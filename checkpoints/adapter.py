@@ -79,7 +79,8 @@ def load_adapter(
 
     `source` is a folder or a hub id, `revision` the adapter's on the hub. Without `base` the one that the
     adapter names is loaded in `dtype` on `device`. Raises ValueError, naming what is wrong, unless it is
-    the base that the heads were saved with and every tensor fits.
+    the base that the heads were saved with and every tensor fits. What run.json tells of measured acceptance is the
+    model's `acceptance`.
     """
     folder = _find(str(source), revision)
     config = _read_config(folder)
@@ -94,6 +95,7 @@ def load_adapter(
     _check_tensors(tensors, model, folder)
     model.heads.load_state_dict(tensors)
     model.refresh_draft_vocab()
+    model.acceptance = _read_acceptance(folder)
     return model
 
 
@@ -176,6 +178,15 @@ def _read_config(folder: Path) -> dict[str, Any]:
     if not isinstance(config["heads"], list) or not config["heads"]:
         raise ValueError(f"{path}: heads is {config['heads']!r}; it must list at least one head; get the adapter again")
     return config
+
+
+def _read_acceptance(folder: Path) -> dict[str, Any] | None:
+    """What run.json tells of it; nothing that loading needs, so a broken file is as good as none."""
+    try:
+        acceptance = json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))["acceptance"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return acceptance if isinstance(acceptance, dict) else None
 
 
 def _head_config(values: object, folder: Path) -> ExitHeadConfig:

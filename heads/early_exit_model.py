@@ -4,7 +4,8 @@ T tokens side by side in a packed batch; D hidden size; V vocabulary; V_d draft 
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -37,6 +38,8 @@ class EarlyExitModel(nn.Module):
         self._rows: list[Product | None] = [None] * len(self.heads)
         self.is_packed = False
         """Whether `pack_weights` was called."""
+        self.acceptance: Mapping[str, Any] | None = None
+        """How often the heads were measured to be right, from their adapter's run.json; None where it does not tell."""
         self.refresh_draft_vocab()
         self._watched = list(self.parameters())
         self._state = self._tensor_state()

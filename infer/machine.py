@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Items
 from functools import partial
 from itertools import product
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
 from ..heads import EarlyExitModel
 from .calibration import TimedRound, calibrate
-from .config import Method
+from .config import EngineConfig, Method
 from .cost_model import Costs, Table
 from .part_timer import Part, PartTimer, part_names
 from .round_timer import RoundTimer
@@ -42,6 +42,7 @@ NUM_REPEATS = 3, 12
 def measure_costs(
     model: EarlyExitModel,
     build_engine: "Callable[..., Engine]",  # as `Engine`: from a model and options
+    options: Mapping[str, Any] | None = None,  # of the engines to come
     *,
     max_batch: int = BATCH_SIZES[-1],
     context: int = CONTEXT,  # tokens before the timed ones, as in the texts that will be generated
@@ -56,7 +57,7 @@ def measure_costs(
     sizes = tuple(sorted({size for size in BATCH_SIZES if size < max_batch} | {max_batch}))
     max_context = model.backbone.max_context
     # Engines go first: what they do to the model, such as packing its weights, holds for its parts too.
-    probes = list(_build_probes(model, build_engine, sizes, min(PROBE_CONTEXT, max_context // 4)))
+    probes = list(_build_probes(model, build_engine, options or {}, sizes))
     far_timer = PartTimer(model, max_batch, NUM_ROWS[-1], min(context, max_context // 2))
     near_timer = PartTimer(model, max_batch, NEAR_ROWS[-1], min(PROBE_CONTEXT, max_context // 4))
     names = part_names(model.exit_layers)
@@ -83,7 +84,7 @@ def measure_costs(
 
 
 def _build_probes(
-    model: EarlyExitModel, build_engine: "Callable[..., Engine]", sizes: tuple[int, ...], context: int
+    model: EarlyExitModel, build_engine: "Callable[..., Engine]", options: Mapping[str, Any], sizes: Items[int]
 ) -> Iterator[tuple[RoundTimer, TimedRound]]:
     """Engines that run, and what each of their rounds is asked for."""
     asked: list[tuple[Method, int, int]] = [("autoregressive", 0, 1)]
@@ -91,18 +92,24 @@ def _build_probes(
         asked += [("single-layer", 1, number) for number in PROBED]
     if len(model.heads) > 1:
         asked.append(("hispec", 2, PROBED[-1]))
+    context = min(PROBE_CONTEXT, model.backbone.max_context // 4)
+    # A round commits at most its draft, the intermediate level's token and the target's.
+    max_new_tokens = (PROBED[-1] + 2) * (NUM_REPEATS[1] + 2)
     for size, (method, num_exits, num_drafted) in product(sizes, asked):
         exit_layers = model.exit_layers[:num_exits]
-        engine = build_engine(
-            model,
-            method=method,
-            exit_layers=exit_layers,
-            num_draft_tokens=num_drafted,
-            num_provisional_tokens=1,
-            max_num_seqs=size,
-            max_prefill_tokens=size * context,
-        )
-        yield RoundTimer(engine, size, context), TimedRound(size, exit_layers, num_drafted, {})
+        block_size = options.get("block_size", EngineConfig.block_size)
+        own = {
+            "method": method,
+            "exit_layers": exit_layers,
+            "num_draft_tokens": num_drafted,
+            "num_provisional_tokens": 1,
+            "max_num_seqs": size,
+            "max_prefill_tokens": size * context,
+            # Many engines live at once: each has what it needs.
+            "num_blocks": size * (2 + (context + max_new_tokens + PROBED[-1] + 2) // block_size),
+        }
+        engine = build_engine(model, **{**options, **own})
+        yield RoundTimer(engine, size, context, max_new_tokens), TimedRound(size, exit_layers, num_drafted, {})
 
 
 def _repeat(
@@ -132,7 +139,8 @@ def _repeat(
 def _tables(parts: Items[Part], medians: Items[Mapping[str, float]]) -> dict[str | int, Table]:
     """By part: its seconds; `medians` may go on behind those of `parts`."""
     seconds = {part: median["seconds"] for part, median in zip(parts, medians, strict=False)}
-    sizes, rows = (tuple(sorted({part[place] for part in parts})) for place in (1, 2))
+    sizes = tuple(sorted({part.batch_size for part in parts}))
+    rows = tuple(sorted({part.num_rows for part in parts}))
     return {
         name: Table(
             batch_sizes=sizes,

@@ -10,7 +10,9 @@ from .cost_model import Acceptance, Costs, Prediction, Setting, predict
 
 MAX_DRAFT_TOKENS = 6
 MAX_PROVISIONAL_TOKENS = 8
-MARGIN = 1.03
+MIN_DRAFTS = 20
+"""Places that fewer drafts have reached say nothing."""
+MARGIN = 1.05
 """Speculation is chosen where it should be faster than plain decoding by this factor: below it the prediction's own
 error decides, and plain decoding never loses."""
 
@@ -62,26 +64,35 @@ def plan(costs: Costs, acceptance: Acceptance, batch_sizes: Items[int]) -> Plan:
 
 
 def measured_acceptance(
-    report: Mapping[str, Any],  # `acceptance` of an adapter's run.json, as `hispec.train.evaluate` writes it
+    report: Mapping[str, Any] | None,  # `acceptance` of an adapter's run.json, as `hispec.train.evaluate` writes it
+    exit_layers: Items[int],
     num_layers: int,
     *,
     greedy: bool = True,
 ) -> Acceptance:
     """The shares by place in a draft; sampled ones are scaled by what the expected acceptance is to the agreement.
 
-    Raises ValueError where the report lacks them: an earlier hispec wrote it.
+    Raises ValueError where there are exits and the report does not tell how they do.
     """
+    levels = [*exit_layers, num_layers]
+    hops = {}
     try:
-        by_place, overall = report["by_place"], report["hops"]
-        hops = {}
-        for name, places in by_place.items():
-            lower, upper = name.split("->")
-            factor = 1.0 if greedy else overall[name]["acceptance"] / max(overall[name]["agreement"], 1e-9)
-            shares = tuple(min(1.0, share * factor) for share in places["agreement"])
-            hops[int(lower), num_layers if upper == "target" else int(upper)] = shares
+        for lower, upper in combinations(levels, 2):
+            name = f"{lower}->{'target' if upper == num_layers else upper}"
+            found = (report or {})["by_place"][name]
+            factor = 1.0
+            if not greedy:
+                whole = (report or {})["hops"][name]
+                factor = whole["acceptance"] / max(whole["agreement"], 1e-9)
+            pairs = zip(found["agreement"], found["num_drafts"], strict=True)
+            shares = [float(share) for share, number in pairs if number >= MIN_DRAFTS]
+            if not shares or not all(0 <= share <= 1 for share in shares):
+                raise ValueError(name)
+            hops[lower, upper] = tuple(min(1.0, share * factor) for share in shares)
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(
-            "the adapter's run.json tells no acceptance by place; measure it on prompts, or train the adapter anew"
+            "the adapter's run.json does not tell how often each exit is right; let `hispec-plan --prompts FILE` "
+            "measure it and choose the method that it prints, or train the adapter anew"
         ) from error
     return Acceptance(hops=hops)
 

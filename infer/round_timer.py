@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 class RoundTimer:
     """Runs rounds of an engine on random prompts, which `close` aborts."""
 
-    def __init__(self, engine: "Engine", batch_size: int, context: int) -> None:
+    def __init__(self, engine: "Engine", batch_size: int, context: int, max_new_tokens: int) -> None:
         generator = torch.Generator().manual_seed(0)
         backbone = engine.model.backbone
-        params = SamplingParams(max_new_tokens=backbone.max_context - context, ignore_eos=True)
+        params = SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True)
         prompts = torch.randint(backbone.vocab_size, (batch_size, context), generator=generator).tolist()
         self._engine = engine
         self._running: list[Follower] = [engine.follow(engine.add_request(prompt, params)) for prompt in prompts]
