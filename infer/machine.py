@@ -68,17 +68,17 @@ def measure_costs(
     jobs += [partial(near_timer.seconds, part) for part in near]
     jobs += [timer.seconds for timer, _ in probes]
     try:
-        medians = _repeat(jobs, seconds, show_progress=show_progress)
+        found = _repeat(jobs, seconds, show_progress=show_progress)
     finally:
         for timer, _ in probes:
             timer.close()
     return calibrate(
         model.backbone.num_layers,
-        _tables(far, medians),
-        _tables(near, medians[len(far) :]),
+        _tables(far, found),
+        _tables(near, found[len(far) :]),
         [
             asked._replace(seconds=found)
-            for (_, asked), found in zip(probes, medians[len(far) + len(near) :], strict=True)
+            for (_, asked), found in zip(probes, found[len(far) + len(near) :], strict=True)
         ],
     )
 
@@ -115,7 +115,7 @@ def _build_probes(
 def _repeat(
     jobs: Items[Callable[[], Mapping[str, float]]], seconds: float, *, show_progress: bool
 ) -> list[dict[str, float]]:
-    """The medians of what each job returns, name by name."""
+    """What each job returns, name by name: the mean of its faster half, for what disturbs a run only adds to it."""
     found: list[list[Mapping[str, float]]] = [[] for _ in jobs]
     fewest, most = NUM_REPEATS
     bar_format = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}"
@@ -127,18 +127,22 @@ def _repeat(
                 result = job()
                 if repeat > 0:
                     results.append(result)
-                passed = (time.perf_counter() - start) / (2 * seconds)
+                passed = (time.perf_counter() - start) / (2 * max(seconds, 1e-9))
                 done = max(passed, (repeat + number / len(jobs)) / (most + 1))
                 bar.update(max(0.0, min(1.0, done) - bar.n))
             if repeat >= fewest and time.perf_counter() - start >= seconds:
                 break
         bar.update(1.0 - bar.n)
-    return [{name: statistics.median(each[name] for each in results) for name in results[0]} for results in found]
+    return [{name: _undisturbed([each[name] for each in results]) for name in results[0]} for results in found]
 
 
-def _tables(parts: Items[Part], medians: Items[Mapping[str, float]]) -> dict[str | int, Table]:
-    """By part: its seconds; `medians` may go on behind those of `parts`."""
-    seconds = {part: median["seconds"] for part, median in zip(parts, medians, strict=False)}
+def _undisturbed(values: list[float]) -> float:
+    return statistics.mean(sorted(values)[: (len(values) + 1) // 2])
+
+
+def _tables(parts: Items[Part], found: Items[Mapping[str, float]]) -> dict[str | int, Table]:
+    """By part: its seconds; `found` may go on behind those of `parts`."""
+    seconds = {part: each["seconds"] for part, each in zip(parts, found, strict=False)}
     sizes = tuple(sorted({part.batch_size for part in parts}))
     rows = tuple(sorted({part.num_rows for part in parts}))
     return {

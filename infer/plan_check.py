@@ -30,6 +30,8 @@ class Checked:
     prediction: Prediction
     tokens_per_second: float
     tokens_per_round: float
+    disturbed_share: float
+    """Of its rounds, those that something else on the machine disturbed and that do not count."""
     is_chosen: bool
 
     @property
@@ -45,6 +47,7 @@ class Checked:
             "tokens_per_second": self.tokens_per_second,
             "predicted_tokens_per_second": self.prediction.tokens_per_second,
             "tokens_per_round": self.tokens_per_round,
+            "disturbed_share": self.disturbed_share,
             "predicted_tokens_per_round": self.prediction.tokens_per_round,
         }
 
@@ -80,7 +83,6 @@ def check_plan(
     params: SamplingParams,
     batch_size: int,
     *,
-    seconds: float = SECONDS,
     show_progress: bool = False,
 ) -> list[Checked]:
     """The plan's choice and its rivals, run in turns so that a noisy moment does not fall on one alone."""
@@ -89,7 +91,7 @@ def check_plan(
     probes = [RateProbe(model, build_engine, each, prompts, params, batch_size) for each in settings]
     turns = [probe for _ in range(NUM_TURNS) for probe in probes]
     for probe in tqdm(turns, desc=f"batch {batch_size}", disable=not show_progress, file=sys.stderr):
-        probe.run(seconds)
+        probe.run(SECONDS)
     for probe in probes:
         probe.close()
     return [
@@ -97,6 +99,7 @@ def check_plan(
             prediction=predict(probe.setting, costs, acceptance, batch_size),
             tokens_per_second=probe.tokens_per_second,
             tokens_per_round=probe.tokens_per_round,
+            disturbed_share=probe.disturbed_share,
             is_chosen=probe.setting == chosen,
         )
         for probe in probes
@@ -117,5 +120,11 @@ def describe_check(rows: Items[Checked]) -> str:
     off = statistics.median(abs(1 - row.ratio) for row in rows)
     lines.append(
         f"off by {off:.0%} in the median; the choice reaches {chosen.tokens_per_second / best:.0%} of the best here"
+        f"{_disturbance(rows)}"
     )
     return "\n".join(lines)
+
+
+def _disturbance(rows: Items[Checked]) -> str:
+    share = statistics.mean(row.disturbed_share for row in rows)
+    return f"; {share:.0%} of the rounds were disturbed by other programs and left out" if share > 0.05 else ""

@@ -1,5 +1,6 @@
 """Tokens a second that a setting reaches on prompts, measured while its whole batch decodes."""
 
+import statistics
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Items
@@ -13,6 +14,10 @@ from .cost_model import Setting
 if TYPE_CHECKING:
     from .engine import Engine
     from .follower import Follower
+
+
+DISTURBED = 1.6
+"""A round that takes so many times the median was disturbed: its own courses differ by less."""
 
 
 class RateProbe:
@@ -44,12 +49,12 @@ class RateProbe:
         )
         self._prompts, self._params, self._batch_size = cycle(prompts), params, batch_size
         self._running: list[Follower] = []
-        self.num_tokens, self.num_rounds, self.seconds = 0, 0, 0.0
+        self._rounds: list[tuple[float, int]] = []
 
     def run(self, seconds: float) -> None:
         """Decode for so long, reading not counted."""
-        until = self.seconds + seconds
-        while self.seconds < until:
+        left = seconds
+        while left > 0:
             self._running = [follower for follower in self._running if follower.completion is None]
             while len(self._running) < self._batch_size:
                 request_id = self._engine.add_request(next(self._prompts), self._params)
@@ -60,19 +65,30 @@ class RateProbe:
             self._engine.advance()
             passed = time.perf_counter() - start
             if counts:
-                self.seconds += passed
-                self.num_rounds += self._batch_size
-                self.num_tokens += self._num_committed() - before
+                left -= passed
+                self._rounds.append((passed, self._num_committed() - before))
 
     @property
     def tokens_per_second(self) -> float:
         """Of all sequences together, without prefill."""
-        return self.num_tokens / self.seconds
+        return self._batch_size * self.tokens_per_round / self.seconds_per_round
 
     @property
     def tokens_per_round(self) -> float:
         """Of each sequence."""
-        return self.num_tokens / self.num_rounds
+        return statistics.mean(number for _, number in self._rounds) / self._batch_size
+
+    @property
+    def seconds_per_round(self) -> float:
+        """The mean, without the rounds that something else on the machine disturbed."""
+        limit = DISTURBED * statistics.median(seconds for seconds, _ in self._rounds)
+        return statistics.mean(seconds for seconds, _ in self._rounds if seconds <= limit)
+
+    @property
+    def disturbed_share(self) -> float:
+        """The share of rounds that were left out."""
+        limit = DISTURBED * statistics.median(seconds for seconds, _ in self._rounds)
+        return statistics.mean(float(seconds > limit) for seconds, _ in self._rounds)
 
     def close(self) -> None:
         """Abort what runs."""
