@@ -7,6 +7,7 @@ Taken for granted: tokens of a draft are kept independently of one another but f
 and passes cost what their rows cost.
 """
 
+import math
 from bisect import bisect_right
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
@@ -166,7 +167,8 @@ def middle_passes(
     """
     passes = []
     for share in verifications(kept_drafts, num_draft_tokens, num_provisional_tokens):
-        chance = 1 - (1 - share) ** batch_size
+        # `1 - (1 - share) ** batch_size`, for shares however small.
+        chance = 1.0 if share >= 1 else -math.expm1(batch_size * math.log1p(-share))
         passes.append((chance, batch_size * share / chance))
     return passes
 

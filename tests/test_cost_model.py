@@ -109,6 +109,13 @@ def test_hispec_is_what_a_simulation_of_the_loop_does(lengths, batch_size):
     assert sum(chance * active for chance, active in passes) == pytest.approx(simulated.num_middle_rows, rel=0.02)
 
 
+def test_a_verification_that_hardly_ever_comes_costs_hardly_anything():
+    passes = middle_passes((1 - 2**-53,), 3, 4, 5)
+    assert all(chance > 0 and 0 < active <= 5 for chance, active in passes)
+    assert passes[0] == (1.0, 5.0)
+    assert passes[1][1] == pytest.approx(1.0)
+
+
 def test_the_other_methods_add_up():
     plain = predict(AUTOREGRESSIVE, COSTS, SOME, 4)
     assert plain.seconds_by_level == {"target": pytest.approx(12 + 3 + 0.19)}
@@ -195,12 +202,25 @@ def test_nothing_kept_is_plain_decoding(costs, size):
 @given(costs_of_machines(), shares, shares, shares, sizes)
 def test_the_choice_is_the_best_of_all_or_plain(costs, draft_middle, middle_target, draft_target, size):
     found = acceptance(draft_middle, middle_target, draft_target)
-    # Exit 5 by itself needs its own hop, which is the middle level's.
     made = plan(costs, found, [size])
     rates = {each: predict(each, costs, found, size).tokens_per_second for each in candidates(EXITS)}
     chosen, best = rates[made.at(size)], max(rates.values())
     assert chosen >= rates[AUTOREGRESSIVE]
-    assert chosen == best or (made.at(size) == AUTOREGRESSIVE and best <= chosen * 1.05)
+    assert chosen >= best * 0.98 or (made.at(size) == AUTOREGRESSIVE and best <= chosen * 1.05 / 0.98)
+
+
+def test_of_settings_alike_the_shortest_drafts_are_taken():
+    # A third drafted token brings as much as it costs: nearly nothing.
+    found = acceptance((0.0,), (0.0,), (0.9, 0.9, 0.01))
+    made = plan(replace(COSTS, exit_heads={2: flat(0.0), 5: flat(0.0)}), found, [1])
+    rates = {
+        number: predict(
+            Setting(method="single-layer", exit_layers=(2,), num_draft_tokens=number), COSTS, found, 1
+        ).tokens_per_second
+        for number in (1, 2, 3)
+    }
+    assert rates[2] > rates[1]
+    assert made.at(1).num_draft_tokens == 2
 
 
 def test_free_drafts_that_are_always_kept_are_taken():
