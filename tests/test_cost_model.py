@@ -73,7 +73,7 @@ def kept(generator, shares, number):
 class Simulation:
     """The loop of `Hierarchy` on a batch, with independent acceptances: what it runs, and on how many sequences."""
 
-    def __init__(self, found, num_drafted, num_provisional, batch_size, num_rounds=4000):
+    def __init__(self, found, num_drafted, num_provisional, batch_size, num_rounds=1500):
         generator = random.Random(0)
         self.seconds = {"draft": 0.0, "intermediate": 0.0, "target": 0.0}
         self.num_tokens = self.num_middle_passes = self.num_middle_rows = 0.0
@@ -101,12 +101,12 @@ class Simulation:
 def test_hispec_is_what_a_simulation_of_the_loop_does(lengths, batch_size):
     simulated = Simulation(SOME, *lengths, batch_size)
     predicted = predict(hispec(*lengths), COSTS, SOME, batch_size)
-    assert predicted.tokens_per_round == pytest.approx(simulated.num_tokens, rel=0.02)
+    assert predicted.tokens_per_round == pytest.approx(simulated.num_tokens, rel=0.04)
     for name, seconds in simulated.seconds.items():
-        assert predicted.seconds_by_level[name] == pytest.approx(seconds, rel=0.02)
+        assert predicted.seconds_by_level[name] == pytest.approx(seconds, rel=0.04)
     passes = middle_passes(SOME.hops[2, 5], *lengths, batch_size)
-    assert sum(chance for chance, _ in passes) == pytest.approx(simulated.num_middle_passes, rel=0.02)
-    assert sum(chance * active for chance, active in passes) == pytest.approx(simulated.num_middle_rows, rel=0.02)
+    assert sum(chance for chance, _ in passes) == pytest.approx(simulated.num_middle_passes, rel=0.04)
+    assert sum(chance * active for chance, active in passes) == pytest.approx(simulated.num_middle_rows, rel=0.04)
 
 
 def test_a_verification_that_hardly_ever_comes_costs_hardly_anything():
@@ -164,7 +164,7 @@ def costs_of_machines(draw):
     )
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 @given(costs_of_machines(), shares, shares, shares, sizes, st.floats(0, 1))
 def test_more_kept_by_the_target_is_never_slower(costs, draft_middle, middle_target, draft_target, size, better):
     def raised(values):
@@ -179,7 +179,7 @@ def test_more_kept_by_the_target_is_never_slower(costs, draft_middle, middle_tar
         assert min(before.seconds_by_level.values()) > 0
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 @given(shares, shares, sizes, st.floats(0, 1), st.sampled_from([(1, 1), (1, 3), (2, 2), (3, 4)]))
 def test_more_kept_by_the_middle_commits_no_less_for_no_more_verifications(drafts, target, size, better, lengths):
     raised = tuple(value + (1 - value) * better for value in drafts)
