@@ -91,7 +91,8 @@ def load_adapter(
 
     `source` is a folder or a hub id, `revision` the adapter's on the hub. Without `base` the one that the
     adapter names is loaded in `dtype` on `device`. Raises ValueError, naming what is wrong, unless it is
-    the base that the heads were saved with and every tensor fits.
+    the base that the heads were saved with and every tensor fits. What run.json tells of measured acceptance is the
+    model's `acceptance`.
     """
     folder = _find(str(source), revision)
     config = _read_config(folder)
@@ -106,6 +107,7 @@ def load_adapter(
     check_tensors(tensors, model, folder / WEIGHTS_FILE)
     model.heads.load_state_dict(tensors)
     model.refresh_draft_vocab()
+    model.acceptance = _read_acceptance(folder)
     return model
 
 
@@ -209,6 +211,15 @@ def check_version(version: object, where: str) -> None:
     if version not in READABLE_VERSIONS:
         known = " and ".join(map(str, READABLE_VERSIONS))
         raise ValueError(f"{where} has format version {version!r}, this hispec reads {known}; update hispec")
+
+
+def _read_acceptance(folder: Path) -> dict[str, Any] | None:
+    """What run.json tells of it; nothing that loading needs, so a broken file is as good as none."""
+    try:
+        acceptance = json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))["acceptance"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return acceptance if isinstance(acceptance, dict) else None
 
 
 def read_head_config(values: object, where: str) -> ExitHeadConfig:

@@ -4,7 +4,8 @@ T tokens side by side in a packed batch; D hidden size; V vocabulary; V_d draft 
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -47,6 +48,8 @@ class EarlyExitModel(nn.Module):
         """Whether `pack_weights` was called."""
         self.num_changes = 0
         """How often `follow_tensors` has found the tensors changed."""
+        self.acceptance: Mapping[str, Any] | None = None
+        """How often the heads were measured to be right, from their adapter's run.json; None where it does not tell."""
         self.refresh_draft_vocab()
         self._watched = list(self.parameters())
         self._state = self._tensor_state()

@@ -5,7 +5,7 @@ before it were; places beyond the last keep its value. The loop is that of `Hier
 middle of a text: no end of sequence and no length limit cuts it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from operator import mul
 
@@ -41,15 +41,37 @@ def provisional_lengths(
     Every draft adds its kept tokens and one of the intermediate's own, until `num_provisional_tokens` wait; the last
     one is not cut short, so m may be up to `num_draft_tokens` more.
     """
+    waiting = [0.0] * (num_provisional_tokens + num_draft_tokens + 1)
+    for started, lengths in _verifications(kept_drafts, num_draft_tokens, num_provisional_tokens):
+        del started
+        for number, share in enumerate(lengths):
+            waiting[number] += share if number >= num_provisional_tokens else 0
+    return waiting
+
+
+def verifications(
+    kept_drafts: Sequence[float],
+    num_draft_tokens: int,
+    num_provisional_tokens: int,
+) -> list[float]:
+    """`[j]`: the probability that the intermediate level verifies at least j + 1 times before the target does."""
+    return [started for started, _ in _verifications(kept_drafts, num_draft_tokens, num_provisional_tokens)]
+
+
+def _verifications(
+    kept_drafts: Sequence[float], num_draft_tokens: int, num_provisional_tokens: int
+) -> Iterator[tuple[float, list[float]]]:
+    """For each verification by the intermediate the probability that it comes, and how many tokens wait after it."""
     alive = [1.0, *_survival(kept_drafts, num_draft_tokens), 0.0]
     added = [0.0, *(alive[kept] - alive[kept + 1] for kept in range(num_draft_tokens + 1))]
-    waiting = [0.0] * (num_provisional_tokens + num_draft_tokens + 1)
-    waiting[0] = 1.0
-    for number in range(num_provisional_tokens):
-        reached, waiting[number] = waiting[number], 0.0
-        for more, share in enumerate(added):
-            waiting[number + more] += reached * share
-    return waiting
+    waiting = [1.0] + [0.0] * (num_provisional_tokens - 1)
+    while (started := sum(waiting)) > 0:
+        lengths = [0.0] * (num_provisional_tokens + num_draft_tokens + 1)
+        for number, share in enumerate(waiting):
+            for more, chance in enumerate(added):
+                lengths[number + more] += share * chance
+        yield started, lengths
+        waiting = lengths[:num_provisional_tokens]
 
 
 def _survival(kept: Sequence[float], num_places: int) -> list[float]:

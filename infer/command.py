@@ -14,6 +14,7 @@ from .config import SamplingParams
 from .engine import Engine
 from .flags import build_parser, engine_options, request_params
 from .palette import Painter, legend, wants_colour
+from .planner import describe as describe_plan
 from .prompt import Prompt
 from .prompt_file import PromptLine, read_prompt_file
 from .recheck import Rechecker, check_rechecked
@@ -57,6 +58,8 @@ def _run(options: argparse.Namespace) -> int:
         device=options.device,
         **engine_options(options),
     )
+    if engine.plan is not None:
+        print(describe_plan(engine.plan), file=sys.stderr)
     use_colour = wants_colour(options.color, sys.stdout)
     if options.chat:
         Chat(engine, params, system=options.system, use_colour=use_colour).run()

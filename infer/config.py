@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 
 Method = Literal["autoregressive", "single-layer", "hispec"]
 DraftPolicy = Literal["fixed", "dynamic"]
+PlanMode = Literal["auto"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,6 +153,11 @@ class EngineConfig:
     after a preemption, on one machine with one number of threads; tried when the engine starts. Slower: see README."""
     exit_layers: tuple[int, ...] | None = None
     """Which of the model's exits serve, from the draft up; None takes its shallowest."""
+    plan: PlanMode | None = None
+    """`auto`: the planner chooses method, exits, and draft and provisional lengths for `max_num_seqs` sequences, by
+    what this machine takes (measured once, about ten seconds, and kept) and how often the heads were measured right."""
+    replan: bool = False
+    """Measure this machine anew for the plan."""
 
     def __post_init__(self) -> None:
         if self.method not in get_args(Method):
@@ -160,6 +166,10 @@ class EngineConfig:
             raise ValueError(
                 f"draft_policy {self.draft_policy!r} is unknown; choose one of {', '.join(get_args(DraftPolicy))}"
             )
+        if self.plan is not None and self.plan not in get_args(PlanMode):
+            raise ValueError(f"plan {self.plan!r} is unknown; it is 'auto', or None for the method that you name")
+        if self.replan and self.plan is None:
+            raise ValueError("replan goes with plan='auto' alone; add it, or leave replan out")
         if not _is_finite(self.min_confidence) or not 0 <= self.min_confidence <= 1:
             raise ValueError(f"min_confidence is {self.min_confidence!r}; it must lie between 0 and 1")
         for name in (

@@ -15,6 +15,7 @@ from ..checkpoints import load_adapter, load_base, shipped_adapter
 from ..heads import EarlyExitModel
 from ..recipes import resolve_exit_layers, resolve_model, shared_heads
 from .attention import can_use_varlen
+from .auto_plan import make_plan
 from .block_manager import BlockManager
 from .completion import Completion, build_completion
 from .config import EngineConfig, SamplingParams
@@ -26,6 +27,7 @@ from .levels import METHODS, build_levels, build_policies, draft_lengths
 from .logits_processor import LogitsProcessor
 from .memory import default_num_blocks, should_pack
 from .model_runner import ModelRunner
+from .planner import Plan
 from .prompt import Prompt, PromptEncoder
 from .scheduler import Scheduler
 from .sequence import Sequence
@@ -43,6 +45,10 @@ class Engine:
     def __init__(self, model: EarlyExitModel, tokenizer: PreTrainedTokenizerBase | None = None, **options: Any) -> None:
         self.model = model
         self.tokenizer = tokenizer
+        self.plan: Plan | None = None
+        """What the option `plan` led to."""
+        if options.get("plan") is not None:
+            self.plan, options = make_plan(model, options, Engine)
         self.config = EngineConfig(**options)
         backbone = model.backbone
         levels = build_levels(model, self.config.method, self.config.exit_layers)
@@ -145,7 +151,8 @@ class Engine:
     ) -> "Engine":
         num_exits = len(model.heads if options.get("exit_layers") is None else options["exit_layers"])
         method = METHODS[min(num_exits, 2)]
-        return cls(model, tokenizer, **({"method": method} | options))
+        default = {"method": method} if options.get("plan") is None else {}
+        return cls(model, tokenizer, **(default | options))
 
     @property
     def has_unfinished(self) -> bool:

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any, get_args
 
-from .config import DraftPolicy, Method, SamplingParams
+from .config import DraftPolicy, Method, PlanMode, SamplingParams
 from .palette import When
 
 REQUEST_FLAGS = (
@@ -17,6 +17,7 @@ ENGINE_FLAGS = (
     *("method", "num_draft_tokens", "num_provisional_tokens", "draft_policy", "min_confidence", "num_blocks"),
     "exact",
     "exit_layers",
+    *("plan", "replan"),
 )
 """Fields of `EngineConfig` that have a flag of their name."""
 
@@ -136,6 +137,14 @@ def _add_running_flags(group: argparse._ArgumentGroup) -> None:
         help="dynamic: draft less where the heads are unsure (default: fixed)",
     )
     _add(group, "--min-confidence", type=float, metavar="P", help="of a dynamic policy: how unsure is too unsure")
+    _add(
+        group,
+        "--plan",
+        choices=get_args(PlanMode),
+        help="auto: choose method, exits and lengths by what this machine takes (measured once) and how often the "
+        "heads were measured right",
+    )
+    _add(group, "--replan", action="store_true", default=None, help="measure this machine anew for the plan")
     _add(group, "--batch-size", type=int, default=1, metavar="N", help="texts side by side (default: 1)")
     _add(group, "--num-blocks", type=int, metavar="N", help="of 16 tokens, in the KV cache")
     _add(group, "--exact", action="store_true", help="the same bits by every method, batch and draft length; slower")

@@ -1,0 +1,212 @@
+"""The cost model: what a round of speculation costs on a machine, and how many tokens it brings. Pure functions.
+
+A round asks the draft level for K tokens; under HiSpec (arXiv 2510.01336) the intermediate level verifies these, and
+again, until N provisional tokens wait; then the target verifies. Seconds come from `Costs`, measured on a machine or
+computed on paper; how often a token is kept comes from `Acceptance`, measured on held-out responses or on prompts.
+Taken for granted: tokens of a draft are kept independently of one another but for their distance to the last commit,
+and passes cost what their rows cost.
+"""
+
+import math
+from bisect import bisect_right
+from collections.abc import Mapping
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+from .acceptance_length import hispec_length, provisional_lengths, single_layer_length, verifications
+from .config import Method
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What a plan chooses."""
+
+    method: Method
+    exit_layers: tuple[int, ...]
+    """Exits that are used: none, the draft's, or the draft's and the intermediate's."""
+    num_draft_tokens: int = 1
+    """K; means nothing to `autoregressive`."""
+    num_provisional_tokens: int = 1
+    """N; means something to `hispec` alone."""
+
+    def __str__(self) -> str:
+        if self.method == "autoregressive":
+            return self.method
+        exits = ", ".join(map(str, self.exit_layers))
+        provisional = f", {self.num_provisional_tokens} provisional" if self.method == "hispec" else ""
+        return f"{self.method} at {exits}: {self.num_draft_tokens} drafted{provisional}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """Seconds by sequences and rows of each, read between its points and, past the last, along the last slope."""
+
+    batch_sizes: tuple[int, ...]
+    num_rows: tuple[int, ...]
+    seconds: tuple[tuple[float, ...], ...]
+    """`[batch size][rows]`."""
+
+    def at(self, batch_size: float, num_rows: float) -> float:
+        """Seconds for `batch_size` sequences of `num_rows` rows each."""
+        by_batch = [_interpolate(self.num_rows, row, num_rows) for row in self.seconds]
+        return _interpolate(self.batch_sizes, by_batch, batch_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overhead:
+    """Seconds that grow with the sequences and with their rows."""
+
+    fixed: float = 0.0
+    by_sequence: float = 0.0
+    by_row: float = 0.0
+
+    def at(self, batch_size: float, num_rows: float) -> float:
+        """Seconds for `batch_size` sequences of `num_rows` rows each."""
+        return self.fixed + batch_size * (self.by_sequence + self.by_row * num_rows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """Seconds that the parts of a round take."""
+
+    num_layers: int
+    """Depth of the base, L."""
+    layer: Table
+    """One decoder layer."""
+    target_head: Table
+    """The base's final norm and LM head."""
+    exit_heads: Mapping[int, Table]
+    """By exit layer: the exit head with its LM head."""
+    per_pass: Overhead = Overhead()
+    """What a pass through a lower level takes besides its layers."""
+    per_draw: Overhead = Overhead()
+    """What drafting one token takes besides its pass and its head: drawing it."""
+    per_middle: Overhead = Overhead()
+    """What a verification by the intermediate level takes besides its layers and head."""
+    per_round: Overhead = Overhead()
+    """The same for the target, with all that a round takes beside its levels."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Acceptance:
+    """How often what one exit proposes is what a deeper level says."""
+
+    hops: Mapping[tuple[int, int], tuple[float, ...]]
+    """By (exit layer, deeper exit layer or depth of the base): the share of tokens at place 0, 1, ... of a draft that
+    are kept, given that all before it were; the last one goes for all that follow."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """What one setting does on a batch."""
+
+    setting: Setting
+    tokens_per_round: float
+    """Of each sequence, with the recovered or bonus token: the acceptance length at the target."""
+    seconds_per_round: float
+    """Of the whole batch."""
+    seconds_by_level: Mapping[str, float]
+    """Of a round."""
+    tokens_per_second: float
+    """Of all sequences together, without prefill."""
+
+
+def predict(
+    setting: Setting,
+    costs: Costs,
+    acceptance: Acceptance,
+    batch_size: int,
+) -> Prediction:
+    """Tokens and seconds of a round in a batch of sequences that all decode."""
+    depth, num_drafted = costs.num_layers, setting.num_draft_tokens
+    if setting.method == "hispec":
+        return _predict_hispec(setting, costs, acceptance, batch_size)
+    if setting.method == "autoregressive":
+        return _prediction(setting, batch_size, 1.0, {"target": _verify(costs, 0, depth, batch_size, 1)})
+    draft_exit = setting.exit_layers[0]
+    seconds = {
+        "draft": _draft(costs, draft_exit, batch_size, num_drafted),
+        "target": _verify(costs, draft_exit, depth, batch_size, num_drafted + 1),
+    }
+    num_tokens = single_layer_length(acceptance.hops[draft_exit, depth], num_drafted)
+    return _prediction(setting, batch_size, num_tokens, seconds)
+
+
+def _predict_hispec(setting: Setting, costs: Costs, acceptance: Acceptance, batch_size: int) -> Prediction:
+    draft_exit, middle_exit = setting.exit_layers
+    num_drafted = setting.num_draft_tokens
+    lengths = num_drafted, setting.num_provisional_tokens
+    kept_drafts = acceptance.hops[draft_exit, middle_exit]
+    kept_provisional = acceptance.hops[middle_exit, costs.num_layers]
+    # The newest provisional token goes through the lower levels by itself before the target verifies.
+    draft = _pass(costs, 0, draft_exit, batch_size)
+    middle = _pass(costs, draft_exit, middle_exit, batch_size)
+    for num_passes, active in middle_passes(kept_drafts, *lengths, batch_size):
+        draft += num_passes * _draft(costs, draft_exit, active, num_drafted)
+        middle += num_passes * _verify(costs, draft_exit, middle_exit, active, num_drafted + 1)
+    num_waiting = sum(number * share for number, share in enumerate(provisional_lengths(kept_drafts, *lengths)))
+    seconds = {
+        "draft": draft,
+        "intermediate": middle,
+        "target": _verify(costs, middle_exit, costs.num_layers, batch_size, 1 + num_waiting),
+    }
+    num_tokens = hispec_length(kept_drafts, kept_provisional, *lengths)
+    return _prediction(setting, batch_size, num_tokens, seconds)
+
+
+def middle_passes(
+    kept_drafts: Items[float],  # by the intermediate, by place in a draft
+    num_draft_tokens: int,
+    num_provisional_tokens: int,
+    batch_size: int,
+) -> list[tuple[float, float]]:
+    """Of the 1st, 2nd, ... verification by the intermediate level in a round of a batch: the probability that it comes,
+    and how many sequences it then has on average.
+
+    The batch goes on while any of its sequences does, with those alone that do.
+    """
+    passes = []
+    for share in verifications(kept_drafts, num_draft_tokens, num_provisional_tokens):
+        # `1 - (1 - share) ** batch_size`, for shares however small.
+        chance = 1.0 if share >= 1 else -math.expm1(batch_size * math.log1p(-share))
+        passes.append((chance, batch_size * share / chance))
+    return passes
+
+
+def _pass(costs: Costs, start: int, stop: int, batch_size: float) -> float:
+    """Seconds of one token of each sequence through layers `[start, stop)` of a lower level."""
+    return (stop - start) * costs.layer.at(batch_size, 1) + costs.per_pass.at(batch_size, 1)
+
+
+def _draft(costs: Costs, exit_layer: int, batch_size: float, num_drafted: int) -> float:
+    """Seconds of drafting; the last drafted token goes through the level too, without being scored."""
+    scored = costs.exit_heads[exit_layer].at(batch_size, 1) + costs.per_draw.at(batch_size, 1)
+    return (num_drafted + 1) * _pass(costs, 0, exit_layer, batch_size) + num_drafted * scored
+
+
+def _verify(costs: Costs, start: int, stop: int, batch_size: float, num_rows: float) -> float:
+    """Seconds of layers `[start, stop)`, of the head behind them and of the verification by it."""
+    is_target = stop == costs.num_layers
+    head = costs.target_head if is_target else costs.exit_heads[stop]
+    overhead = costs.per_round if is_target else costs.per_middle
+    layers = (stop - start) * costs.layer.at(batch_size, num_rows)
+    return layers + head.at(batch_size, num_rows) + overhead.at(batch_size, num_rows)
+
+
+def _prediction(setting: Setting, batch_size: int, num_tokens: float, seconds: dict[str, float]) -> Prediction:
+    total = sum(seconds.values())
+    return Prediction(
+        setting=setting,
+        tokens_per_round=num_tokens,
+        seconds_per_round=total,
+        seconds_by_level=seconds,
+        tokens_per_second=batch_size * num_tokens / total,
+    )
+
+
+def _interpolate(points: Items[int], values: Items[float], place: float) -> float:
+    if len(points) == 1:
+        return values[0]
+    index = min(max(bisect_right(points, place) - 1, 0), len(points) - 2)
+    share = (place - points[index]) / (points[index + 1] - points[index])
+    return values[index] + share * (values[index + 1] - values[index])

@@ -1,0 +1,155 @@
+"""What this machine takes for the parts of a round: the `Costs` of a model, measured.
+
+Layers and heads are timed by themselves, rounds of every method as a whole; `calibrate` brings them together.
+"""
+
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as Items
+from functools import partial
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
+
+from ..heads import EarlyExitModel
+from .calibration import TimedRound, calibrate
+from .config import EngineConfig, Method
+from .cost_model import Costs, Table
+from .part_timer import Part, PartTimer, part_names
+from .round_timer import RoundTimer
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+BATCH_SIZES = (1, 4, 16)
+NUM_ROWS = (1, 2, 4, 8)
+CONTEXT = 192
+"""Tokens before those that layers and heads are timed on."""
+PROBE_CONTEXT = 32
+"""The same where whole rounds are timed: reading long prompts in would take most of the time."""
+PROBED = (1, 4)
+"""Drafted tokens of the rounds that are timed."""
+NEAR_ROWS = (1, *(number + 1 for number in PROBED))
+SECONDS = 8.0
+"""How long is timed."""
+NUM_REPEATS = 3, 12
+"""Fewest and most times that everything is timed."""
+
+
+def measure_costs(
+    model: EarlyExitModel,
+    build_engine: "Callable[..., Engine]",  # as `Engine`: from a model and options
+    options: Mapping[str, Any] | None = None,  # of the engines to come
+    *,
+    max_batch: int = BATCH_SIZES[-1],
+    context: int = CONTEXT,  # tokens before the timed ones, as in the texts that will be generated
+    seconds: float = SECONDS,
+    show_progress: bool = False,
+) -> Costs:
+    """Time layers, heads, and rounds of an engine, for up to `max_batch` sequences.
+
+    Takes a few seconds more than `seconds`, or than three repeats: about ten for a model of 135M parameters on two CPU
+    cores. Raises ValueError where rounds cannot be timed, see `RoundTimer`.
+    """
+    sizes = tuple(sorted({size for size in BATCH_SIZES if size < max_batch} | {max_batch}))
+    max_context = model.backbone.max_context
+    # Engines go first: what they do to the model, such as packing its weights, holds for its parts too.
+    probes = list(_build_probes(model, build_engine, options or {}, sizes))
+    far_timer = PartTimer(model, max_batch, NUM_ROWS[-1], min(context, max_context // 2))
+    near_timer = PartTimer(model, max_batch, NEAR_ROWS[-1], min(PROBE_CONTEXT, max_context // 4))
+    names = part_names(model.exit_layers)
+    far = [Part(*cell) for cell in product(names, sizes, NUM_ROWS)]
+    # The LM head looks at no context.
+    near = [Part(*cell) for cell in product(names, sizes, NEAR_ROWS) if cell[0] != "target"]
+    jobs: list[Callable[[], Mapping[str, float]]] = [partial(far_timer.seconds, part) for part in far]
+    jobs += [partial(near_timer.seconds, part) for part in near]
+    jobs += [timer.seconds for timer, _ in probes]
+    try:
+        found = _repeat(jobs, seconds, show_progress=show_progress)
+    finally:
+        for timer, _ in probes:
+            timer.close()
+    return calibrate(
+        model.backbone.num_layers,
+        _tables(far, found),
+        _tables(near, found[len(far) :]),
+        [
+            asked._replace(seconds=found)
+            for (_, asked), found in zip(probes, found[len(far) + len(near) :], strict=True)
+        ],
+    )
+
+
+def _build_probes(
+    model: EarlyExitModel, build_engine: "Callable[..., Engine]", options: Mapping[str, Any], sizes: Items[int]
+) -> Iterator[tuple[RoundTimer, TimedRound]]:
+    """Engines that run, and what each of their rounds is asked for."""
+    asked: list[tuple[Method, int, int]] = [("autoregressive", 0, 1)]
+    if model.heads:
+        asked += [("single-layer", 1, number) for number in PROBED]
+    if len(model.heads) > 1:
+        asked.append(("hispec", 2, PROBED[-1]))
+    context = min(PROBE_CONTEXT, model.backbone.max_context // 4)
+    # A round commits at most its draft, the intermediate level's token and the target's.
+    max_new_tokens = (PROBED[-1] + 2) * (NUM_REPEATS[1] + 2)
+    for size, (method, num_exits, num_drafted) in product(sizes, asked):
+        exit_layers = model.exit_layers[:num_exits]
+        block_size = options.get("block_size", EngineConfig.block_size)
+        own = {
+            "method": method,
+            "exit_layers": exit_layers,
+            "num_draft_tokens": num_drafted,
+            "num_provisional_tokens": 1,
+            "max_num_seqs": size,
+            "max_prefill_tokens": size * context,
+            # Many engines live at once: each has what it needs.
+            "num_blocks": size * (2 + (context + max_new_tokens + PROBED[-1] + 2) // block_size),
+        }
+        engine = build_engine(model, **{**options, **own})
+        yield RoundTimer(engine, size, context, max_new_tokens), TimedRound(size, exit_layers, num_drafted, {})
+
+
+def _repeat(
+    jobs: Items[Callable[[], Mapping[str, float]]], seconds: float, *, show_progress: bool
+) -> list[dict[str, float]]:
+    """What each job returns, name by name: the mean of its faster half, for what disturbs a run only adds to it."""
+    found: list[list[Mapping[str, float]]] = [[] for _ in jobs]
+    fewest, most = NUM_REPEATS
+    bar_format = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}"
+    with tqdm(total=1.0, desc="measure", disable=not show_progress, file=sys.stderr, bar_format=bar_format) as bar:
+        start = time.perf_counter()
+        for repeat in range(most + 1):
+            # Repeats go round over all jobs, so that a noisy moment does not fall on one alone; the first warms up.
+            for number, (job, results) in enumerate(zip(jobs, found, strict=True), 1):
+                result = job()
+                if repeat > 0:
+                    results.append(result)
+                passed = (time.perf_counter() - start) / (2 * max(seconds, 1e-9))
+                done = max(passed, (repeat + number / len(jobs)) / (most + 1))
+                bar.update(max(0.0, min(1.0, done) - bar.n))
+            if repeat >= fewest and time.perf_counter() - start >= seconds:
+                break
+        bar.update(1.0 - bar.n)
+    return [{name: _undisturbed([each[name] for each in results]) for name in results[0]} for results in found]
+
+
+def _undisturbed(values: list[float]) -> float:
+    return statistics.mean(sorted(values)[: (len(values) + 1) // 2])
+
+
+def _tables(parts: Items[Part], found: Items[Mapping[str, float]]) -> dict[str | int, Table]:
+    """By part: its seconds; `found` may go on behind those of `parts`."""
+    seconds = {part: each["seconds"] for part, each in zip(parts, found, strict=False)}
+    sizes = tuple(sorted({part.batch_size for part in parts}))
+    rows = tuple(sorted({part.num_rows for part in parts}))
+    return {
+        name: Table(
+            batch_sizes=sizes,
+            num_rows=rows,
+            seconds=tuple(tuple(seconds[Part(name, size, number)] for number in rows) for size in sizes),
+        )
+        for name in {part.name for part in parts}
+    }

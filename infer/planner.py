@@ -1,0 +1,133 @@
+"""The planner: which method, exits and lengths are fastest here, by the cost model."""
+
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+from .cost_model import Acceptance, Costs, Prediction, Setting, predict
+
+MAX_DRAFT_TOKENS = 6
+MAX_PROVISIONAL_TOKENS = 8
+MIN_DRAFTS = 20
+"""Places that fewer drafts have reached say nothing."""
+MARGIN = 1.05
+"""Speculation is chosen where it should be faster than plain decoding by this factor: below it the prediction's own
+error decides, and plain decoding never loses."""
+
+ALIKE = 0.98
+"""Predictions at least so close to the best are alike, and the one with the shortest drafts is taken: it loses least
+where tokens are kept less often than was measured."""
+
+AUTOREGRESSIVE = Setting(method="autoregressive", exit_layers=())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What to do at every batch size."""
+
+    choices: Mapping[int, Prediction]
+    """By batch size, rising; a size between two goes by the smaller one."""
+    plain: Mapping[int, Prediction]
+    """By batch size: what plain decoding would do."""
+
+    def at(self, batch_size: int) -> Setting:
+        """The setting for so many sequences."""
+        sizes = [size for size in self.choices if size <= batch_size]
+        return self.choices[max(sizes, default=min(self.choices))].setting
+
+
+def candidates(exit_layers: Items[int]) -> Iterator[Setting]:
+    """Every setting that heads at these exits allow."""
+    yield AUTOREGRESSIVE
+    for exit_layer in exit_layers:
+        for number in range(1, MAX_DRAFT_TOKENS + 1):
+            yield Setting(method="single-layer", exit_layers=(exit_layer,), num_draft_tokens=number)
+    for pair in combinations(exit_layers, 2):
+        for number in range(1, MAX_DRAFT_TOKENS + 1):
+            for provisional in range(1, MAX_PROVISIONAL_TOKENS + 1):
+                yield Setting(
+                    method="hispec",
+                    exit_layers=pair,
+                    num_draft_tokens=number,
+                    num_provisional_tokens=provisional,
+                )
+
+
+def plan(costs: Costs, acceptance: Acceptance, batch_sizes: Items[int]) -> Plan:
+    """The fastest setting by `predict` for each batch size, plain decoding unless another one wins by `MARGIN`."""
+    settings = list(candidates(sorted(costs.exit_heads)))
+    plain = {size: predict(AUTOREGRESSIVE, costs, acceptance, size) for size in sorted(batch_sizes)}
+    choices = {}
+    for size in plain:
+        best = _shortest_of_the_best([predict(each, costs, acceptance, size) for each in settings])
+        wins = best.tokens_per_second > plain[size].tokens_per_second * MARGIN
+        choices[size] = best if wins else plain[size]
+    return Plan(choices=choices, plain=plain)
+
+
+def _shortest_of_the_best(predictions: Items[Prediction]) -> Prediction:
+    fastest = max(prediction.tokens_per_second for prediction in predictions)
+    alike = [prediction for prediction in predictions if prediction.tokens_per_second >= fastest * ALIKE]
+    return min(alike, key=lambda p: (_length(p.setting), -p.tokens_per_second))
+
+
+def _length(setting: Setting) -> int:
+    lengths = (0, setting.num_draft_tokens, setting.num_draft_tokens + setting.num_provisional_tokens)
+    return lengths[len(setting.exit_layers)]
+
+
+def measured_acceptance(
+    report: Mapping[str, Any] | None,  # `acceptance` of an adapter's run.json, as `hispec.train.evaluate` writes it
+    exit_layers: Items[int],
+    num_layers: int,
+    *,
+    greedy: bool = True,
+) -> Acceptance:
+    """The shares by place in a draft; sampled ones are scaled by what the expected acceptance is to the agreement.
+
+    Raises ValueError where there are exits and the report does not tell how they do.
+    """
+    levels = [*exit_layers, num_layers]
+    hops = {}
+    try:
+        for lower, upper in combinations(levels, 2):
+            name = f"{lower}->{'target' if upper == num_layers else upper}"
+            found = (report or {})["by_place"][name]
+            factor = 1.0
+            if not greedy:
+                whole = (report or {})["hops"][name]
+                factor = whole["acceptance"] / max(whole["agreement"], 1e-9)
+            pairs = zip(found["agreement"], found["num_drafts"], strict=True)
+            shares = [float(share) for share, number in pairs if number >= MIN_DRAFTS]
+            if not shares or not all(0 <= share <= 1 for share in shares):
+                raise ValueError(name)
+            hops[lower, upper] = tuple(min(1.0, share * factor) for share in shares)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            "the adapter's run.json does not tell how often each exit is right; let `hispec-plan --prompts FILE` "
+            "measure it and choose the method that it prints, or train the adapter anew"
+        ) from error
+    return Acceptance(hops=hops)
+
+
+def describe(plan: Plan) -> str:
+    """The plan as a table, with the reason for each choice."""
+    lines = [f"{'batch':>5}  {'chosen':<42} {'tokens/s':>8} {'plain':>8} {'ratio':>6}  tokens a round, and why"]
+    for size, chosen in plan.choices.items():
+        plain = plan.plain[size]
+        ratio = chosen.tokens_per_second / plain.tokens_per_second
+        lines.append(
+            f"{size:>5}  {chosen.setting!s:<42} {chosen.tokens_per_second:8.1f} {plain.tokens_per_second:8.1f} "
+            f"{ratio:6.2f}  {_reason(chosen, plain)}"
+        )
+    return "\n".join(lines)
+
+
+def _reason(chosen: Prediction, plain: Prediction) -> str:
+    if chosen.setting == plain.setting:
+        return f"1.00: no draft brings {(MARGIN - 1) * 100:.0f} % more than its cost"
+    cost = chosen.seconds_per_round / plain.seconds_per_round
+    parts = ", ".join(f"{name} {1e3 * seconds:.1f}" for name, seconds in chosen.seconds_by_level.items())
+    return f"{chosen.tokens_per_round:.2f} for {cost:.2f} plain steps ({parts} ms)"
