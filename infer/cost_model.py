@@ -209,4 +209,8 @@ def _interpolate(points: Items[int], values: Items[float], place: float) -> floa
         return values[0]
     index = min(max(bisect_right(points, place) - 1, 0), len(points) - 2)
     share = (place - points[index]) / (points[index + 1] - points[index])
-    return values[index] + share * (values[index + 1] - values[index])
+    rise = values[index + 1] - values[index]
+    if place > points[-1]:
+        # Two noisy points may fall; more rows never take less time.
+        return values[-1] + (share - 1) * max(0.0, rise)
+    return values[index] + share * rise
