@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from tqdm import tqdm
-from transformers.utils import logging as transformers_logging
 
 from ..checkpoints import fingerprint, package_versions, write_atomically
 from ..recipes import resolve_model
@@ -26,7 +25,7 @@ from .footprint import level_bytes
 from .methods import METHODS, choose_methods
 from .prompt import Prompt
 from .prompt_sets import HUB_SETS, PromptSet, read_prompt_set
-from .way import WaySettings
+from .way import BLOCK_SIZE, WaySettings
 
 SCHEMA = 1
 QUICK_SECONDS = 140
@@ -89,8 +88,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.output is None:
         options.output = Path("runs", "bench", PurePath(options.model).name)
     # What peers warn of at every call is not what is asked here; what they refuse stands in the table.
-    verbosity = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity(logging.CRITICAL)
+    loggers = [logging.getLogger(name) for name in ("transformers", "ContinuousBatchingLogger")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
     try:
         return _run(options)
     except (OSError, ValueError) as error:
@@ -103,7 +104,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"\nhispec-bench: interrupted; the same command goes on from {options.output}", file=sys.stderr)
         return 130
     finally:
-        transformers_logging.set_verbosity(verbosity)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -161,15 +163,13 @@ def read_sets(engine: Engine, options: argparse.Namespace) -> list[PromptSet]:
 
 
 def way_settings(options: argparse.Namespace, sets: Sequence[PromptSet]) -> WaySettings:
-    """Engines with a cache that holds the largest batch and no more."""
+    """What all ways are built with."""
     longest = max(len(token_ids) for prompts in sets for token_ids in prompts.token_ids) + options.max_new_tokens
-    ahead = options.num_draft_tokens + options.num_provisional_tokens
-    largest = max(options.batch_size, default=1)
     return WaySettings(
         num_draft_tokens=options.num_draft_tokens,
         num_provisional_tokens=options.num_provisional_tokens,
-        max_num_seqs=max(1, largest),
-        num_blocks=max(1, largest) * ((longest + ahead) // 16 + 2),
+        max_num_seqs=max(options.batch_size),
+        max_length=longest,
     )
 
 
@@ -251,7 +251,6 @@ def build_result(
     order = {each.key: number for number, each in enumerate(benchmark.rounds())}
     records = sorted(file.records, key=lambda record: order[round_key(record)])
     cells = summarise(records, model.backbone.num_layers)
-    num_tokens = (settings.num_blocks or 0) * 16
     methods: dict[str, MethodResult] = {}
     for name in benchmark.options.methods:
         added = None
@@ -262,7 +261,7 @@ def build_result(
                 num_provisional_tokens=settings.num_provisional_tokens,
                 max_num_seqs=settings.max_num_seqs,
             )
-            added = level_bytes(model, config, num_tokens)
+            added = level_bytes(model, config, settings.num_blocks * BLOCK_SIZE)
         methods[name] = {"promise": METHODS[name].promise, "about": METHODS[name].about, "added_bytes": added}
     weights = {weight.data_ptr(): weight.numel() * weight.element_size() for weight in model.base.parameters()}
     return {

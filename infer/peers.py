@@ -1,6 +1,7 @@
 """Transformers' own ways to answer, run as its users run them."""
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -39,11 +40,7 @@ def build_early_exit(model: EarlyExitModel, settings: WaySettings) -> Way:
 
 def build_generate_batch(model: EarlyExitModel, settings: WaySettings) -> Way:
     """`generate_batch`, continuous batching with a paged cache."""
-
-    def run(prompts: list[list[int]], params: SamplingParams) -> Answers:
-        return run_generate_batch(model.base, prompts, params)
-
-    return run
+    return GenerateBatch(model.base, settings)
 
 
 def run_generate(base: PreTrainedModel, prompts: list[list[int]], params: SamplingParams, **config: Any) -> Answers:
@@ -67,37 +64,58 @@ def run_generate(base: PreTrainedModel, prompts: list[list[int]], params: Sampli
     )
 
 
-def run_generate_batch(base: PreTrainedModel, prompts: list[list[int]], params: SamplingParams) -> Answers:
-    """One call of `generate_batch`; RuntimeError where it gives up on a prompt."""
-    config = _generation_config(base, params)
-    # By default its cache takes most of the machine's memory, which others may need.
-    longest = max(map(len, prompts)) + params.max_new_tokens
-    batching = ContinuousBatchingConfig(
-        page_size=PAGE_SIZE,
-        num_blocks=len(prompts) * (longest // PAGE_SIZE + 2),
-        seed=None if params.is_greedy else params.seed,
-    )
-    generate_batch: Any = base.generate_batch
-    start = time.perf_counter()
-    results = list(
-        generate_batch(
-            prompts,
-            generation_config=config,
-            continuous_batching_config=batching,
-            record_timestamps=True,
-        ).values()
-    )
-    seconds = time.perf_counter() - start
-    errors = [str(result.error) for result in results if result.error is not None]
-    if errors or len(results) < len(prompts):
-        reason = errors[0] if errors else "its log says why"
-        raise RuntimeError(f"it answered {len(results) - len(errors)} of {len(prompts)} prompts ({reason})")
-    end_ids = _end_ids(base)
-    return Answers(
-        token_ids=[cut_at_end(result.generated_tokens, end_ids) for result in results],
-        seconds=seconds,
-        first_seconds=[result.timestamps[0] - start for result in results],
-    )
+class GenerateBatch:
+    """Calls of `generate_batch` that keep its manager, as a server does: what it takes to make one is not timed.
+
+    A call ends with its last token; the second that the manager may spend on cleaning up behind it is not timed either.
+    """
+
+    def __init__(self, base: PreTrainedModel, settings: WaySettings) -> None:
+        self._base: Any = base
+        # By default its cache takes most of the machine's memory. Shared blocks would spare it the prompts that it has
+        # seen before.
+        self._config = ContinuousBatchingConfig(
+            page_size=PAGE_SIZE,
+            num_blocks=settings.max_num_seqs * (settings.max_length // PAGE_SIZE + 2),
+            max_requests_per_batch=settings.max_num_seqs,
+            allow_block_sharing=False,
+        )
+        self._max_length = settings.max_length
+        self._params: SamplingParams | None = None
+
+    def __call__(self, prompts: list[list[int]], params: SamplingParams) -> Answers:
+        """As `Way`; RuntimeError where it gives up on a prompt."""
+        if params != self._params:
+            # The manager has the sampling of the call that it was made for.
+            self._base.destroy_cached_continuous_batching_manager()
+            self._config.seed = None if params.is_greedy else params.seed
+            self._params = params
+            # It takes its sizes from its first call.
+            self._answer([[0] * (self._max_length - 1)], replace(params, max_new_tokens=1))
+        return self._answer(prompts, params)
+
+    def _answer(self, prompts: list[list[int]], params: SamplingParams) -> Answers:
+        start = time.perf_counter()
+        results = list(
+            self._base.generate_batch(
+                prompts,
+                generation_config=_generation_config(self._base, params),
+                continuous_batching_config=self._config,
+                max_new_tokens=params.max_new_tokens,
+                record_timestamps=True,
+                persistent_manager=True,
+            ).values()
+        )
+        errors = [str(result.error) for result in results if result.error is not None]
+        if errors or len(results) < len(prompts):
+            reason = errors[0] if errors else "its log says why"
+            raise RuntimeError(f"it answered {len(results) - len(errors)} of {len(prompts)} prompts ({reason})")
+        end_ids = _end_ids(self._base)
+        return Answers(
+            token_ids=[cut_at_end(result.generated_tokens, end_ids) for result in results],
+            seconds=max(result.timestamps[-1] for result in results) - start,
+            first_seconds=[result.timestamps[0] - start for result in results],
+        )
 
 
 def cut_at_end(token_ids: list[int], end_ids: frozenset[int]) -> list[int]:

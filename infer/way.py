@@ -10,6 +10,9 @@ from .engine import Engine
 from .follower import Follower
 from .stats import Stats
 
+BLOCK_SIZE = 16
+"""Tokens in a block of an engine's KV cache."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Answers:
@@ -39,8 +42,14 @@ class WaySettings:
     """As of an engine."""
     max_num_seqs: int = 1
     """Prompts in the largest batch."""
-    num_blocks: int | None = None
-    """Blocks of an engine's KV cache; None leaves it to the engine."""
+    max_length: int
+    """Tokens of the longest prompt with its answer."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of an engine's KV cache, for the largest batch and no more."""
+        ahead = self.num_draft_tokens + self.num_provisional_tokens
+        return self.max_num_seqs * ((self.max_length + ahead) // BLOCK_SIZE + 2)
 
 
 def build_engine(model: EarlyExitModel, method: Method, settings: WaySettings) -> Engine:
@@ -54,6 +63,7 @@ def build_engine(model: EarlyExitModel, method: Method, settings: WaySettings) -
         num_draft_tokens=settings.num_draft_tokens,
         num_provisional_tokens=settings.num_provisional_tokens,
         max_num_seqs=settings.max_num_seqs,
+        block_size=BLOCK_SIZE,
         num_blocks=settings.num_blocks,
     )
 

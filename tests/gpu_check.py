@@ -13,7 +13,7 @@ import torch
 
 from hispec.infer import Engine, SamplingParams
 from hispec.infer.config import Method
-from hispec.infer.demo import run_generate
+from hispec.infer.peers import run_generate
 from hispec.infer.recheck import Rechecker
 
 PROMPT = "Write a short story about a lighthouse."
@@ -36,8 +36,9 @@ def measure(dtype: str) -> None:
     """Print one line for each way to generate."""
     first = Engine.from_pretrained("smollm2", dtype=dtype, device="cuda", max_num_seqs=1)
     prompt, params = first.encode_turn(PROMPT), SamplingParams(max_new_tokens=NUMBER)
-    run_generate(first.model.base, prompt, 8)
-    print(f"{dtype} generate: {run_generate(first.model.base, prompt, NUMBER).rate:.1f} tokens/s", flush=True)
+    run_generate(first.model.base, [prompt], SamplingParams(max_new_tokens=8))
+    plain = run_generate(first.model.base, [prompt], params)
+    print(f"{dtype} generate: {len(plain.token_ids[0]) / plain.seconds:.1f} tokens/s", flush=True)
     for block_size in (16, 256):
         for method in get_args(Method):
             engine = Engine(first.model, first.tokenizer, method=method, block_size=block_size, max_num_seqs=1)
