@@ -106,7 +106,7 @@ def _groups(cells: Sequence[Cell]) -> Iterable[tuple[str, list[Cell]]]:
         kind = "all sets" if name == ALL else name
         group = list(together)
         num_calls = max(cell["num_calls"] for cell in group)
-        yield f"{kind}, {sampled}, batch {batch_size}: medians of {num_calls} calls", group
+        yield f"{kind}, {sampled}, batch {batch_size}: medians of {num_calls} call{'s' * (num_calls != 1)}", group
 
 
 def _summary(result: Result) -> list[str]:

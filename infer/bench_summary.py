@@ -25,8 +25,8 @@ def summarise(records: Records, num_layers: int) -> list[Cell]:
             rates[_call_key(record, record["method"])] = rate(record)
     sets = list(dict.fromkeys(key[0] for key in by_cell))
     methods = list(dict.fromkeys(key[3] for key in by_cell))
-    # Read by set, then temperature and batch size, the methods side by side.
-    ordered = sorted(by_cell, key=lambda key: (key[0] == ALL, sets.index(key[0]), *key[1:3], methods.index(key[3])))
+    # All sets together first, then each, by temperature and batch size, the methods side by side.
+    ordered = sorted(by_cell, key=lambda key: (key[0] != ALL, sets.index(key[0]), *key[1:3], methods.index(key[3])))
     return [_cell(key, by_cell[key], rates, num_layers) for key in ordered]
 
 

@@ -35,7 +35,17 @@ def build_prompt_lookup(model: EarlyExitModel, settings: WaySettings) -> Way:
 
 def build_early_exit(model: EarlyExitModel, settings: WaySettings) -> Way:
     """`generate` with drafts of the model's own first quarter of layers, read by its own head."""
-    return build_generate(model, settings, assistant_early_exit=max(1, model.backbone.num_layers // 4))
+    generate = build_generate(model, settings, assistant_early_exit=max(1, model.backbone.num_layers // 4))
+    config, num_layers = model.base.config, model.backbone.num_layers
+
+    def run(prompts: list[list[int]], params: SamplingParams) -> Answers:
+        try:
+            return generate(prompts, params)
+        finally:
+            # Where it fails, transformers leaves the base with the number of layers that the draft had.
+            config.num_hidden_layers = num_layers
+
+    return run
 
 
 def build_generate_batch(model: EarlyExitModel, settings: WaySettings) -> Way:
