@@ -7,6 +7,7 @@ from dataclasses import replace
 from xml.etree import ElementTree
 
 import pytest
+import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 from hispec.checkpoints import save_adapter
@@ -324,3 +325,18 @@ def test_every_second_round_runs_backwards_and_the_last_batch_is_filled(base, mo
     assert timed == [*names, *reversed(names)]
     assert [record["method"] for record in records[1]] == list(names)
     assert [record[0]["prompt_ids"] for record in records] == [["x", "y"], ["z", "x"]]
+
+
+@pytest.mark.parametrize(("dtype", "is_lossless"), [("float32", False), ("bfloat16", True)])
+def test_a_near_tie_counts_in_16_bits_alone(make_base, monkeypatch, dtype, is_lossless):
+    wrong = replace(METHODS["single-layer"], build=with_wrong_token("single-layer"))
+    monkeypatch.setitem(METHODS, "single-layer", wrong)
+    base = make_base("llama").to(getattr(torch, dtype))
+    prompts = prompt_sets.PromptSet(name="a", ids=["x"], token_ids=[[5, 6]])
+    options = bench.BenchOptions(methods=("generate", "single-layer"), max_new_tokens=3)
+    benchmark = Benchmark(build_heads(base, "good"), [prompts], options, WaySettings(max_length=9))
+    assert 0 < benchmark.max_gap < (1 if dtype == "bfloat16" else 1e-4)
+    benchmark.max_gap = float("inf")
+    _, record = benchmark.measure(benchmark.rounds()[0], 0)
+    assert record["check"]["num_equal"] == 0
+    assert record["check"]["is_lossless"] == is_lossless
