@@ -104,7 +104,7 @@ def run_record(
     """How an adapter was made, JSON-ready; of a local path only the last part is kept."""
     record = {
         "command": [PurePath(command[0]).name, *command[1:]],
-        "versions": {"python": platform.python_version(), **_versions()},
+        "versions": {"python": platform.python_version(), **package_versions()},
         "recipe": recipe,
         "acceptance": acceptance,
     }
@@ -170,7 +170,8 @@ def _sample(tensor: torch.Tensor) -> bytes:
     return values.numpy().astype("<f4").tobytes()
 
 
-def _versions() -> dict[str, str]:
+def package_versions() -> dict[str, str]:
+    """Of hispec and the packages that it stands on, those that are installed."""
     versions = {}
     for package in PACKAGES:
         try:

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from hispec.heads import EarlyExitModel
 from hispec.infer import Engine, SamplingParams
 from hispec.infer.config import Method
-from hispec.infer.demo import run_generate
+from hispec.infer.peers import run_generate
 from hispec.infer.recheck import Rechecker
 
 from .models import shallow
@@ -67,8 +67,9 @@ def build_billion() -> EarlyExitModel:
 def measure(name: str, model: EarlyExitModel, stop: float) -> None:
     """Print lines until the time is over."""
     prompts = [list(range(100 + place, 164 + place)) for place in range(8)]
-    run_generate(model.base, prompts[0], 8)
-    print(f"{name}, generate: {run_generate(model.base, prompts[0], NUMBER).rate:.1f} tokens/s", flush=True)
+    run_generate(model.base, prompts[:1], SamplingParams(max_new_tokens=8))
+    plain = run_generate(model.base, prompts[:1], PARAMS)
+    print(f"{name}, generate: {len(plain.token_ids[0]) / plain.seconds:.1f} tokens/s", flush=True)
     for batch in (1, 8):
         for method in get_args(Method):
             for block_size, graphs in ((256, True), (256, False), (16, None)):

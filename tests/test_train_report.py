@@ -11,12 +11,12 @@ from safetensors.torch import load_file
 
 from hispec.checkpoints import fingerprint, save_adapter
 from hispec.checkpoints.adapter import TENSOR_PREFIX
+from hispec.checkpoints.figure import Line, draw_bars, draw_lines, shorten, ticks
+from hispec.checkpoints.markdown import table
 from hispec.heads import EarlyExitModel
 from hispec.recipes import recipe_from_dict
 from hispec.train import describe_acceptance, train_adapter
 from hispec.train.cache_writer import extend_cache
-from hispec.train.figure import Line, draw_bars, draw_lines, shorten, ticks
-from hispec.train.markdown import table
 from hispec.train.report import describe_report, report_files
 from hispec.train.sections import judge_levels, main_hops
 

@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..checkpoints.figure import Line, draw_bars, draw_lines
 from .evaluate import TARGET
-from .figure import Line, draw_bars, draw_lines
 
 
 def draw_charts(run: Mapping[str, Any]) -> dict[str, str]:

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ..checkpoints.markdown import escape
 from . import sections
 from .charts import draw_charts
-from .markdown import escape
 
 HEADINGS = {
     "What was made": sections.making,

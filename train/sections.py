@@ -9,9 +9,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations, pairwise
 from typing import Any
 
+from ..checkpoints.markdown import escape, figure, prose, table
 from .charts import describe_hop
 from .evaluate import TARGET
-from .markdown import escape, figure, prose, table
 
 Run = Mapping[str, Any]
 

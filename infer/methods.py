@@ -1,0 +1,70 @@
+"""The methods that a benchmark compares, by name; a new one is a new line here."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from ..heads import EarlyExitModel
+from .config import Method
+from .peers import build_early_exit, build_generate, build_generate_batch, build_prompt_lookup
+from .way import Way, WaySettings, build_engine, engine_way
+
+Promise = Literal["lossless", "lossy", "peer"]
+BASELINE = "generate"
+"""What ratios refer to, and in greedy decoding the texts; every benchmark runs it."""
+PLAIN = "autoregressive"
+"""Our engine without drafts: what speculation itself is worth, and whose sampled texts the others must have."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchMethod:
+    """One method."""
+
+    build: Callable[[EarlyExitModel, WaySettings], Way]
+    """Makes it for a model; ValueError where the model has not what it needs."""
+    promise: Promise
+    """`lossless`: another text than the model's own is a failure; `lossy`: it is counted; `peer`: counted too, and
+    what it refuses is told."""
+    about: str
+    """One phrase for the report."""
+    num_heads: int = 0
+    """Exit heads that it needs."""
+    engine_method: Method | None = None
+    """The method of an engine whose levels it has, if any."""
+
+
+def _ours(method: Method, about: str, num_heads: int) -> BenchMethod:
+    def build(model: EarlyExitModel, settings: WaySettings) -> Way:
+        return engine_way(build_engine(model, method, settings))
+
+    return BenchMethod(build=build, promise="lossless", about=about, num_heads=num_heads, engine_method=method)
+
+
+METHODS = {
+    BASELINE: BenchMethod(build=build_generate, promise="peer", about="transformers' plain `generate`"),
+    PLAIN: _ours("autoregressive", "our engine, without drafts", 0),
+    "single-layer": _ours("single-layer", "the first exit drafts for the target", 1),
+    "hispec": _ours("hispec", "the first exit drafts, the second one verifies before the target does", 2),
+    "prompt-lookup": BenchMethod(
+        build=build_prompt_lookup, promise="peer", about="`generate(prompt_lookup_num_tokens=5)`"
+    ),
+    "assistant-early-exit": BenchMethod(
+        build=build_early_exit, promise="peer", about="`generate(assistant_early_exit=L // 4)`, without trained heads"
+    ),
+    "generate-batch": BenchMethod(
+        build=build_generate_batch, promise="peer", about="`generate_batch`, continuous batching"
+    ),
+}
+
+
+def choose_methods(names: Iterable[str] | None, num_heads: int) -> list[str]:
+    """The names to run, the baseline always and first; None takes all that so many heads serve.
+
+    ValueError for an unknown name.
+    """
+    if names is None:
+        names = [name for name, method in METHODS.items() if method.num_heads <= num_heads]
+    for name in (names := list(names)):
+        if name not in METHODS:
+            raise ValueError(f"method {name!r} is unknown; choose of {', '.join(METHODS)}")
+    return list(dict.fromkeys([BASELINE, *names]))
