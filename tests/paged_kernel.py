@@ -25,10 +25,8 @@ def stand_in(
     seen = places <= positions[:, None]
     if left >= 0:
         seen &= places >= positions[:, None] - left
-    keys, values = (
-        pool[block_table.long()].flatten(1, 2)[owners].repeat_interleave(query.shape[1] // pool.shape[2], 2)
-        for pool in (key, value)
-    )
+    kv_heads = torch.arange(query.shape[1]) // (query.shape[1] // key.shape[2])
+    keys, values = (pool[block_table.long()].flatten(1, 2)[owners][:, :, kv_heads] for pool in (key, value))
     scores = torch.einsum("qhd,qkhd->hqk", query, keys) * scale
     weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
     output = torch.einsum("hqk,qkhd->qhd", weights, values.masked_fill(~seen[..., None, None], 0))

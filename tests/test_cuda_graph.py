@@ -79,6 +79,8 @@ def recordings(monkeypatch) -> Recordings:
     monkeypatch.setattr(cuda_graph, "new_pool", lambda: None)
     monkeypatch.setattr("hispec.infer.engine.can_use_varlen", lambda kv_cache, num_heads: True)
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", stand_in)
+    # A packed weight is a tensor that this recording cannot look into, and no GPU has one.
+    monkeypatch.setattr("hispec.infer.engine.should_pack", lambda config, model: False)
     return recordings
 
 
@@ -108,13 +110,14 @@ WAYS = {
 
 
 @pytest.mark.parametrize("name", WAYS)
-def test_graphs_change_no_text_and_no_count(model, recordings, name):
+def test_graphs_change_no_text_and_no_count(model, recordings, caplog, name):
     options, params = WAYS[name]
     options = {"num_blocks": 60} | options
     with_graphs = Engine(model, **options)
     without = Engine(model, cuda_graphs=False, **options)
     assert run(with_graphs, params) == run(without, params)
     assert sum(recordings.num_replays) > 3 * len(recordings.num_replays)
+    assert not caplog.text
 
 
 def test_texts_are_those_of_the_base_and_shapes_are_few(model, recordings):
@@ -143,19 +146,18 @@ def test_what_cannot_be_recorded_runs_without(model, recordings, caplog, refused
     assert all(count == 0 for number, count in enumerate(recordings.num_replays) if number in refused)
 
 
-@pytest.mark.parametrize("architecture", ["gemma2", "mixtral"])
-def test_layers_that_cannot_be_graphs(recordings, caplog, architecture):
-    """Capped scores, which the kernel does not know, and experts, which the host sorts."""
-    model = build_heads(shallow(build_base(architecture), 4), "random", head="norm")
+def test_layers_that_cannot_be_graphs(recordings, caplog):
+    """The kernel does not know capped scores; heads without attention are graphs beside such layers."""
+    model = build_heads(shallow(build_base("gemma2"), 4), "random", head="norm")
     engine = Engine(model, num_blocks=40)
-    assert "cannot be a CUDA graph" in caplog.text
+    assert caplog.text.count("cannot be a CUDA graph") == 3
     texts, _ = run(engine, params_of({}), PROMPTS[:2])
     assert [text for text, _ in texts] == [reference(model.base, prompt, 9) for prompt in PROMPTS[:2]]
 
 
 def test_tensors_that_move_are_followed(recordings):
     model = build_heads(copy.deepcopy(shallow(build_base("llama"), 4)), "random", committed_context=True)
-    engine = Engine(model, num_blocks=60, pack_weights=False)
+    engine = Engine(model, num_blocks=60)
     first = run(engine, params_of({}))
     for parameter in model.parameters():
         parameter.data = parameter.data * 1.2
