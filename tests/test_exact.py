@@ -294,5 +294,5 @@ def test_weights_that_cannot_be_put_in_tiles_are_refused(base):
     base = copy.deepcopy(base)
     other = OtherLinear(64, 32, bias=False)
     base.model.layers[2].mlp.down_proj = other
-    with pytest.raises(ValueError, match="its OtherLinear computes with weights that are not plain linear layers"):
+    with pytest.raises(ValueError, match="its OtherLinear is no plain linear layer, but adapted or quantised"):
         Engine(build_heads(base, "good"), exact=True, num_blocks=64)
