@@ -214,6 +214,7 @@ main(sys.argv[4:])
 """A run that dies when it calls a function once more than so often."""
 
 
+@pytest.mark.slow
 def test_killed_runs_end_like_one_that_was_not(recipe_file, whole, tmp_path):
     """kill -9 in every stage, then the same command to its end."""
     for stage, mark in (
