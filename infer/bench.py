@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from ..checkpoints import fingerprint, package_versions, write_atomically
 from ..recipes import resolve_model
+from . import plan_command
 from .bench_file import BenchFile, round_key
 from .bench_report import bench_files, describe_cells, describe_failures
 from .bench_schema import MethodResult, Result
@@ -73,6 +74,11 @@ def build_parser() -> argparse.ArgumentParser:
         help=f"a look, in under three minutes for a small model: {QUICK['limit']} prompts of each set, "
         f"{QUICK['max_new_tokens']} tokens, once",
     )
+    add(
+        "--plan",
+        action="store_true",
+        help="measure nothing but the machine, and print what the planner chooses for each batch size (as hispec-plan)",
+    )
     add("--output", type=Path, metavar="FOLDER", help="report, figures and measurements (default: runs/bench/MODEL)")
     add("--json", action="store_true", help="print the result as one JSON object and nothing else")
     return parser
@@ -82,6 +88,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code: 0, 1 for a text that is not the model's own, 2 for what the user can
     mend, 130 after Ctrl-C, when the same command goes on from there."""
     options = build_parser().parse_args(argv)
+    if options.plan:
+        return plan_command.main(plan_arguments(options))
     for name, value in (QUICK if options.quick else USUAL).items():
         if getattr(options, name) is None:
             setattr(options, name, value)
@@ -142,6 +150,20 @@ def _run(options: argparse.Namespace) -> int:
         print(loud, file=sys.stderr)
         return 1
     return 0
+
+
+def plan_arguments(options: argparse.Namespace) -> list[str]:
+    """The flags of `hispec-plan` that say the same; of several sets of prompts it takes the first."""
+    flags = {
+        "--model": options.model,
+        "--adapter": options.adapter,
+        "--dtype": options.dtype,
+        "--device": options.device,
+    }
+    flags |= {"--batch-size": ",".join(map(str, options.batch_size)), "--limit": options.limit}
+    flags |= {"--prompts": options.prompts[0] if options.prompts else None, "--max-new-tokens": options.max_new_tokens}
+    given = [part for flag, value in flags.items() if value is not None for part in (flag, str(value))]
+    return [*given, *(["--json"] if options.json else [])]
 
 
 def read_sets(engine: Engine, options: argparse.Namespace) -> list[PromptSet]:

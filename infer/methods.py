@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..heads import EarlyExitModel
-from .config import Method
+from .config import Method, SamplingParams
 from .peers import build_early_exit, build_generate, build_generate_batch, build_prompt_lookup
-from .way import Way, WaySettings, build_engine, engine_way
+from .way import Answers, Way, WaySettings, build_engine, build_planned, engine_way
 
 Promise = Literal["lossless", "lossy", "peer"]
 BASELINE = "generate"
@@ -31,6 +31,8 @@ class BenchMethod:
     """Exit heads that it needs."""
     engine_method: Method | None = None
     """The method of an engine whose levels it has, if any."""
+    by_default: bool = True
+    """Whether it runs where no methods are named."""
 
 
 def _ours(method: Method, about: str, num_heads: int) -> BenchMethod:
@@ -40,11 +42,25 @@ def _ours(method: Method, about: str, num_heads: int) -> BenchMethod:
     return BenchMethod(build=build, promise="lossless", about=about, num_heads=num_heads, engine_method=method)
 
 
+def _build_auto(model: EarlyExitModel, settings: WaySettings) -> Way:
+    """By batch size the engine that the planner chooses for it."""
+    ways: dict[int, Way] = {}
+
+    def run(prompts: list[list[int]], params: SamplingParams) -> Answers:
+        size = len(prompts)
+        if size not in ways:
+            ways[size] = engine_way(build_planned(model, size, settings))
+        return ways[size](prompts, params)
+
+    return run
+
+
 METHODS = {
     BASELINE: BenchMethod(build=build_generate, promise="peer", about="transformers' plain `generate`"),
     PLAIN: _ours("autoregressive", "our engine, without drafts", 0),
     "single-layer": _ours("single-layer", "the first exit drafts for the target", 1),
     "hispec": _ours("hispec", "the first exit drafts, the second one verifies before the target does", 2),
+    "auto": BenchMethod(build=_build_auto, promise="lossless", about='our engine with `plan="auto"`'),
     "prompt-lookup": BenchMethod(
         build=build_prompt_lookup, promise="peer", about="`generate(prompt_lookup_num_tokens=5)`"
     ),
@@ -63,7 +79,7 @@ def choose_methods(names: Iterable[str] | None, num_heads: int) -> list[str]:
     ValueError for an unknown name.
     """
     if names is None:
-        names = [name for name, method in METHODS.items() if method.num_heads <= num_heads]
+        names = [name for name, method in METHODS.items() if method.by_default and method.num_heads <= num_heads]
     for name in (names := list(names)):
         if name not in METHODS:
             raise ValueError(f"method {name!r} is unknown; choose of {', '.join(METHODS)}")

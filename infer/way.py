@@ -8,6 +8,7 @@ from ..heads import EarlyExitModel
 from .config import Method, SamplingParams
 from .engine import Engine
 from .follower import Follower
+from .planner import MAX_DRAFT_TOKENS, MAX_PROVISIONAL_TOKENS
 from .stats import Stats
 
 BLOCK_SIZE = 16
@@ -51,6 +52,12 @@ class WaySettings:
         ahead = self.num_draft_tokens + self.num_provisional_tokens
         return self.max_num_seqs * ((self.max_length + ahead) // BLOCK_SIZE + 2)
 
+    @property
+    def num_blocks_by_plan(self) -> int:
+        """The same whatever lengths the planner chooses."""
+        ahead = MAX_DRAFT_TOKENS + MAX_PROVISIONAL_TOKENS
+        return self.max_num_seqs * ((self.max_length + ahead) // BLOCK_SIZE + 2)
+
 
 def build_engine(model: EarlyExitModel, method: Method, settings: WaySettings) -> Engine:
     """An engine without tokenizer, so that it makes token ids and no text, as `generate` does.
@@ -65,6 +72,16 @@ def build_engine(model: EarlyExitModel, method: Method, settings: WaySettings) -
         max_num_seqs=settings.max_num_seqs,
         block_size=BLOCK_SIZE,
         num_blocks=settings.num_blocks,
+    )
+
+
+def build_planned(model: EarlyExitModel, batch_size: int, settings: WaySettings) -> Engine:
+    """An engine as `build_engine` makes it, by the planner's choice for so many prompts.
+
+    Raises ValueError where nothing tells how often the model's heads are right.
+    """
+    return Engine(
+        model, plan="auto", max_num_seqs=batch_size, block_size=BLOCK_SIZE, num_blocks=settings.num_blocks_by_plan
     )
 
 

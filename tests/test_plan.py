@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from hispec.checkpoints import load_adapter, save_adapter, shipped_adapter
-from hispec.infer import Engine, SamplingParams, auto_plan, machine
+from hispec.infer import Engine, SamplingParams, auto_plan, bench, machine
 from hispec.infer import plan_command as command
 from hispec.infer.acceptance_probe import kept_shares, measure_acceptance
 from hispec.infer.cost_model import Acceptance, Overhead, Setting
@@ -294,6 +294,25 @@ def test_the_command_on_a_model(adapter, cheap, tmp_path, capsys):
     flags = ["--prompts", str(prompts), "--max-new-tokens", "60", "--batch-size", "2"]
     assert command.main([*bare, *flags]) == 0
     assert "hispec" in capsys.readouterr().out
+
+
+def test_the_benchmark_plans_and_runs_the_plan(adapter, cheap, tmp_path, capsys):
+    base, folder = adapter
+    base.save_pretrained(tmp_path / "base")
+    build_tokenizer().save_pretrained(tmp_path / "base")
+    model = ["--model", str(tmp_path / "base"), "--adapter", str(folder), "--dtype", "float32"]
+    capsys.readouterr()
+    assert bench.main([*model, "--plan", "--batch-size", "1,2"]) == 0
+    printed = capsys.readouterr().out
+    assert command.main([*model, "--batch-size", "1,2"]) == 0
+    assert printed == capsys.readouterr().out
+    prompts = tmp_path / "short.jsonl"
+    prompts.write_text("".join(f'{{"prompt": "w{3 + number} w7"}}\n' for number in range(3)))
+    flags = ["--prompts", str(prompts), "--max-new-tokens", "8", "--repeats", "1", "--output", str(tmp_path / "out")]
+    assert bench.main([*model, *flags, "--methods", "auto", "--batch-size", "1,2"]) == 0
+    cells = json.loads((tmp_path / "out" / "benchmark.json").read_text())["cells"]
+    assert {(cell["method"], cell["batch_size"]) for cell in cells} >= {("auto", 1), ("auto", 2)}
+    assert len(cheap) == 3  # by the command for two texts, which is enough for both; by engines for one and for two
 
 
 def test_verify_prints_what_was_measured_beside_what_was_said(adapter, cheap, tmp_path, capsys, monkeypatch):
