@@ -17,6 +17,7 @@ ENGINE_FLAGS = (
     *("method", "num_draft_tokens", "num_provisional_tokens", "draft_policy", "min_confidence", "num_blocks"),
     "exact",
     "exit_layers",
+    *("exit_confidence", "min_ngram", "max_ngram"),
 )
 """Fields of `EngineConfig` that have a flag of their name."""
 
@@ -136,6 +137,9 @@ def _add_running_flags(group: argparse._ArgumentGroup) -> None:
         help="dynamic: draft less where the heads are unsure (default: fixed)",
     )
     _add(group, "--min-confidence", type=float, metavar="P", help="of a dynamic policy: how unsure is too unsure")
+    _add(group, "--exit-confidence", type=float, metavar="P", help="of adadecode: how sure an exit must be of a token")
+    _add(group, "--min-ngram", type=int, metavar="N", help="of ngram: fewest tokens that must match (default: 2)")
+    _add(group, "--max-ngram", type=int, metavar="N", help="of ngram: most tokens that are compared (default: 4)")
     _add(group, "--batch-size", type=int, default=1, metavar="N", help="texts side by side (default: 1)")
     _add(group, "--num-blocks", type=int, metavar="N", help="of 16 tokens, in the KV cache")
     _add(group, "--exact", action="store_true", help="the same bits by every method, batch and draft length; slower")
