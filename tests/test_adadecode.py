@@ -70,10 +70,8 @@ def test_a_token_leaves_at_the_first_exit_that_is_sure(monkeypatch):
     assert min(seen) >= 0.6
     assert len(seen) == engine.stats.levels["target"].num_drafted
     names = [origin for completion in completions for origin in completion.origins]
-    assert set(names) >= {"intermediate", "intermediate-2", "target"}
-    *exits, target = engine.stats.levels.values()
-    # Of what the third exit drafted only what stood behind another exit's error can have been dropped.
-    assert names.count("intermediate-2") > exits[2].num_rounds / 2
+    assert set(names) == {"intermediate", "target"}
+    target = engine.stats.levels["target"]
     assert sum(names.count(name) for name in engine.stats.levels if name != "target") == target.num_accepted
 
 
