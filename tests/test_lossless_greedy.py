@@ -19,8 +19,12 @@ FULL_GRID = ["llama", "qwen2", "qwen2-window", "qwen3", "opt", "opt-350m"]
 
 @pytest.mark.parametrize(
     ("any_base", "method", "context"),
-    [*itertools.product(FULL_GRID, METHODS[:3], (False, True))]
-    + [("llama", "adadecode", True), ("opt-350m", "adadecode", False), ("qwen2-window", "ngram", False)],
+    [
+        *itertools.product(FULL_GRID, METHODS[:3], (False, True)),
+        ("llama", "adadecode", True),
+        ("opt-350m", "adadecode", False),
+        ("qwen2-window", "ngram", False),
+    ],
     indirect=["any_base"],
 )
 def test_every_method(any_base, method, context):
