@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any, Literal, get_args
 
-Method = Literal["autoregressive", "single-layer", "hispec"]
+Method = Literal["autoregressive", "single-layer", "hispec", "adadecode", "ngram"]
 DraftPolicy = Literal["fixed", "dynamic"]
 PlanMode = Literal["auto"]
 
@@ -121,7 +121,9 @@ class EngineConfig:
     """How an engine runs; raises ValueError for values that cannot work."""
 
     method: Method = "hispec"
-    """`autoregressive`: the base alone; `single-layer`: the first exit drafts for it; `hispec`: two exits."""
+    """`autoregressive`: the base alone; `single-layer`: the first exit drafts for it; `hispec`: two exits. Baselines:
+    `adadecode`: each drafted token leaves at the first exit that is sure of it; `ngram`: drafts are copied from the
+    prompt and the text, without heads."""
     num_draft_tokens: int = 2
     """Tokens drafted before each verification of a draft (the paper's N_d); the most under a dynamic policy."""
     num_provisional_tokens: int = 4
@@ -152,12 +154,18 @@ class EngineConfig:
     """Greedy and seeded texts are the same to the bit by every method, draft length, batch and chunk of a prompt, and
     after a preemption, on one machine with one number of threads; tried when the engine starts. Slower: see README."""
     exit_layers: tuple[int, ...] | None = None
-    """Which of the model's exits serve, from the draft up; None takes its shallowest."""
+    """Which of the model's exits serve, from the draft up; None takes its shallowest, `adadecode` all."""
     plan: PlanMode | None = None
     """`auto`: the planner chooses method, exits, and draft and provisional lengths for `max_num_seqs` sequences, by
     what this machine takes (measured once, about ten seconds, and kept) and how often the heads were measured right."""
     replan: bool = False
     """Measure this machine anew for the plan."""
+    exit_confidence: float = 0.75
+    """Under `adadecode`: the probability of an exit's likeliest token with which a token leaves there."""
+    min_ngram: int = 2
+    """Under `ngram`: fewest of the newest tokens that must have stood in the text before,"""
+    max_ngram: int = 4
+    """and most that are looked for; the longest match is taken, and of equal ones the newest."""
 
     def __post_init__(self) -> None:
         if self.method not in get_args(Method):
@@ -170,17 +178,21 @@ class EngineConfig:
             raise ValueError(f"plan {self.plan!r} is unknown; it is 'auto', or None for the method that you name")
         if self.replan and self.plan is None:
             raise ValueError("replan goes with plan='auto' alone; add it, or leave replan out")
-        if not _is_finite(self.min_confidence) or not 0 <= self.min_confidence <= 1:
-            raise ValueError(f"min_confidence is {self.min_confidence!r}; it must lie between 0 and 1")
+        for name in ("min_confidence", "exit_confidence"):
+            if not _is_finite(getattr(self, name)) or not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must lie between 0 and 1")
         for name in (
             "num_draft_tokens",
             "num_provisional_tokens",
             "block_size",
             "max_num_seqs",
             "max_prefill_tokens",
+            "min_ngram",
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.max_ngram < self.min_ngram:
+            raise ValueError(f"max_ngram is {self.max_ngram}, less than min_ngram, {self.min_ngram}; raise it")
         if self.exit_layers is not None:
             object.__setattr__(self, "exit_layers", tuple(self.exit_layers))
         if self.num_blocks is not None and self.num_blocks < 1:

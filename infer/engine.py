@@ -23,12 +23,13 @@ from .exact import build_exact
 from .follower import Delta, Follower, StreamerFeed
 from .hierarchy import Hierarchy
 from .kv_cache import KVCache, bytes_per_token
-from .levels import METHODS, build_levels, build_policies, draft_lengths
+from .levels import METHODS, build_levels, build_policies, draft_lengths, level_names
 from .logits_processor import LogitsProcessor
 from .memory import default_num_blocks, should_pack
 from .model_runner import ModelRunner
 from .planner import Plan
 from .prompt import Prompt, PromptEncoder
+from .proposer import build_proposer
 from .scheduler import Scheduler
 from .sequence import Sequence
 from .stats import Stats
@@ -54,7 +55,7 @@ class Engine:
         levels = build_levels(model, self.config.method, self.config.exit_layers)
         if should_pack(self.config, model):
             model.pack_weights()
-        lengths = draft_lengths(self.config)
+        lengths = draft_lengths(self.config, len(levels) - 1)
         # One short of enough, the intermediate level verifies a whole draft more and adds its token.
         max_proposed = sum(lengths)
         num_cache_layers = backbone.num_layers + len(model.heads)
@@ -92,8 +93,10 @@ class Engine:
         generator = torch.Generator()
         generator.seed()
         self._encoder = PromptEncoder(tokenizer, backbone.vocab_size, backbone.max_context)
-        self._level_names = tuple(level.name for level in levels)
-        self._hierarchy = Hierarchy(self._runner, build_policies(self.config, lengths), generator, is_exact=is_exact)
+        self._level_names = level_names(self.config, levels)
+        policies = build_policies(self.config, lengths)
+        proposer = build_proposer(self.config, self._runner, policies, generator)
+        self._hierarchy = Hierarchy(self._runner, policies, generator, proposer, is_exact=is_exact)
         self._scheduler = Scheduler(
             BlockManager(num_blocks, self.config.block_size),
             self.config.max_num_seqs,
@@ -220,8 +223,8 @@ class Engine:
             max_length=self._max_length(prompt_ids, params),
             stats=Stats.of_levels(self._level_names),
             proposed=[[] for _ in self._level_names[:-1]],
-            num_computed=[0] * len(self._level_names),
-            num_head_computed=[0] * (len(self._level_names) - 1),
+            num_computed=[0] * len(self._runner.levels),
+            num_head_computed=[0] * (len(self._runner.levels) - 1),
         )
         sequence.stats.num_prompt_tokens = len(prompt_ids)
         if params.changes_logits:

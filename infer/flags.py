@@ -18,6 +18,7 @@ ENGINE_FLAGS = (
     "exact",
     "exit_layers",
     *("plan", "replan"),
+    *("exit_confidence", "min_ngram", "max_ngram"),
 )
 """Fields of `EngineConfig` that have a flag of their name."""
 
@@ -145,6 +146,9 @@ def _add_running_flags(group: argparse._ArgumentGroup) -> None:
         "heads were measured right",
     )
     _add(group, "--replan", action="store_true", default=None, help="measure this machine anew for the plan")
+    _add(group, "--exit-confidence", type=float, metavar="P", help="of adadecode: how sure an exit must be of a token")
+    _add(group, "--min-ngram", type=int, metavar="N", help="of ngram: fewest tokens that must match (default: 2)")
+    _add(group, "--max-ngram", type=int, metavar="N", help="of ngram: most tokens that are compared (default: 4)")
     _add(group, "--batch-size", type=int, default=1, metavar="N", help="texts side by side (default: 1)")
     _add(group, "--num-blocks", type=int, metavar="N", help="of 16 tokens, in the KV cache")
     _add(group, "--exact", action="store_true", help="the same bits by every method, batch and draft length; slower")

@@ -68,10 +68,11 @@ def level_bytes(
     """
     backbone = model.backbone
     copies = 2 if model.is_packed and backbone.device.type == "cpu" else 1
+    levels = build_levels(model, config.method)[:-1]
     # As the engine has it: a round's positions, the newest token, and one further back.
-    window = sum(draft_lengths(config)) + 3
+    window = sum(draft_lengths(config, len(levels))) + 3
     added = {}
-    for level in build_levels(model, config.method)[:-1]:
+    for level in levels:
         assert level.head is not None
         head = model.exit_heads[level.head]
         size = backbone.dtype.itemsize
@@ -81,7 +82,7 @@ def level_bytes(
         kv_bytes = bytes_per_token(1, backbone.num_kv_heads, backbone.head_dim, backbone.dtype)
         added[level.name] = {
             "weights": weights * copies,
-            "kv_cache": 0 if head.block is None else kv_bytes * num_tokens,
+            "kv_cache": kv_bytes * num_tokens if head.has_block else 0,
             "hidden_states": window * config.max_num_seqs * backbone.hidden_size * size,
         }
     return added

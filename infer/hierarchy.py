@@ -4,15 +4,14 @@ R packed rows; B sequences; K drafted tokens at most; V vocabulary; V_d draft vo
 
 One recursion serves every method: a level verifies what the level below it proposes, and the lowest level proposes
 token by token. Autoregressive decoding is the target with nothing below it, single-layer speculation has one level
-below, HiSpec two. Before a level verifies, the last proposed token has been run through the levels below, so that full
-acceptance always brings a bonus token. A level below the target may propose more than it was asked for: its last
-verification is not cut short.
+below, HiSpec two; for other methods a `Proposer` drafts what the target verifies. Before a level verifies, the last
+proposed token has been run through the levels below, so that full acceptance always brings a bonus token. A level below
+the target may propose more than it was asked for: its last verification is not cut short.
 """
 
 import time
-from collections.abc import Iterator
 from collections.abc import Sequence as Items
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 
 import torch
@@ -22,8 +21,10 @@ from .drafter import Drafter
 from .logits_reader import Rows, read_logits
 from .model_runner import ModelRunner
 from .policy import FixedPolicy, Policy, updated_share
+from .proposer import Proposer
 from .sampling import draw
 from .sequence import Chunk, Logprob, Proposal, Sequence
+from .stats import timed
 from .verify import verify_by_equality, verify_by_rejection
 
 
@@ -35,10 +36,13 @@ class Hierarchy:
         runner: ModelRunner,
         policies: Items[Policy],
         generator: torch.Generator,
+        proposer: Proposer | None = None,
         *,
         is_exact: bool = False,  # sample each row by itself
     ) -> None:
         self._runner = runner
+        self._proposer = proposer
+        self._first_name = 0 if proposer is None else proposer.num_names
         self._policies = policies
         self._read = partial(read_logits, vocab_size=runner.model.backbone.vocab_size, one_by_one=is_exact)
         self._generator = generator
@@ -60,7 +64,7 @@ class Hierarchy:
                 if row.first_failure is not None:
                     sequence.fail()
                     continue
-                _commit(sequence, [token_id], [self._top], part)
+                _commit(sequence, [token_id], [self._first_name + self._top], part)
                 sequence.stats.num_prefills += 1
         seconds = (time.perf_counter() - start) / sum(chunk.stop - chunk.start for chunk in chunks)
         for chunk in chunks:
@@ -98,18 +102,23 @@ class Hierarchy:
 
     def _verify(self, level: int, sequences: list[Sequence]) -> None:
         """Ask the level below for tokens, keep what stands, add one token; the target commits them."""
-        if level > 0:
+        # The last list of proposals is the target's even where it is the only level.
+        has_drafts = level > 0 or self._proposer is not None
+        if has_drafts:
             # Below the target the added token needs room too; the target's own is what the room leaves.
             num_added = 0 if level == self._top else 1
             policy = self._policies[level - 1]
             for s in sequences:
                 s.wanted[level - 1] = min(policy.length(s.kept_shares[level - 1]), s.room - num_added)
-            self._propose(level - 1, sequences)
+            if self._proposer is not None:
+                self._proposer.propose(sequences)
+            else:
+                self._propose(level - 1, sequences)
         for lower in range(level):
             with self._timed(lower, sequences):
                 self._runner.advance(lower, sequences)
         with self._timed(level, sequences):
-            drafts = [sequence.proposed[level - 1] if level > 0 else [] for sequence in sequences]
+            drafts = [sequence.proposed[level - 1] if has_drafts else [] for sequence in sequences]
             starts = [s.num_known - 1 - len(draft) for s, draft in zip(sequences, drafts, strict=True)]
             self._runner.advance(level, sequences)
             logits, rows = self._score(level, sequences, starts)
@@ -122,9 +131,9 @@ class Hierarchy:
             if failure is not None and has_failed:
                 accepted[b] = failure
             kept = [proposal.token_id for proposal in drafts[b][: accepted[b]]] + [next_ids[b]]
-            origins = [proposal.origin for proposal in drafts[b][: accepted[b]]] + [level]
+            origins = [proposal.origin for proposal in drafts[b][: accepted[b]]] + [self._first_name + level]
             sequence.stats.levels[name].count_verification(len(drafts[b]), accepted[b])
-            if level > 0:
+            if has_drafts:
                 share = sequence.kept_shares[level - 1]
                 sequence.kept_shares[level - 1] = updated_share(share, len(drafts[b]), accepted[b])
             sequence.rollback(starts[b] + accepted[b] + 1, level)
@@ -206,13 +215,8 @@ class Hierarchy:
         ids, num_drafted = _pad_ids(drafts, num_rows - 1, target_probs.device)
         return verify_by_rejection(ids, draft_probs, target_probs, num_drafted, uniforms)
 
-    @contextmanager
-    def _timed(self, level: int, sequences: list[Sequence]) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        seconds = (time.perf_counter() - start) / len(sequences)
-        for sequence in sequences:
-            sequence.stats.levels[self._runner.levels[level].name].seconds += seconds
+    def _timed(self, level: int, sequences: list[Sequence]) -> AbstractContextManager[None]:
+        return timed([sequence.stats.levels[self._runner.levels[level].name] for sequence in sequences])
 
 
 def _proposals(token_ids: list[int], origins: list[int], rows: Rows) -> list[Proposal]:

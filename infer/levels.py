@@ -21,23 +21,32 @@ class Level(NamedTuple):
 METHODS = ("autoregressive", "single-layer", "hispec")
 """By the number of exits that serve."""
 
+NUM_EXITS = {"ngram": 0, "adadecode": 1} | {method: number for number, method in enumerate(METHODS)}
+"""How many exits serve each method; the fewest for `adadecode`, which takes as many as there are."""
+
 
 def build_levels(
     model: EarlyExitModel,
     method: str,
     exit_layers: Items[int] | None = None,  # of the model's exits, those that serve; None takes the shallowest
 ) -> tuple[Level, ...]:
-    """From the shallowest to the target; ValueError where the model has not the heads that the method needs."""
-    num_exits = METHODS.index(method)
+    """From the shallowest to the target; ValueError where the model has not the heads that the method needs.
+
+    They are named `draft`, `intermediate`, `intermediate-2` and so on, as far as the method has exits, and `target`.
+    """
+    num_exits = NUM_EXITS[method]
     if len(model.heads) < num_exits:
         raise ValueError(
             f"method {method!r} needs {num_exits} exit head{'s' * (num_exits > 1)}, but the model has "
             f"{len(model.heads)}; load an adapter that has them, or choose another method"
         )
+    if method == "adadecode":
+        num_exits = len(exit_layers or model.exit_layers)
     chosen = model.exit_layers[:num_exits] if exit_layers is None else tuple(exit_layers)
     if exit_layers is not None:
         _check_chosen(chosen, model.exit_layers, method, num_exits)
-    names = (*("draft", "intermediate")[:num_exits], "target")
+    further = (f"intermediate-{number}" for number in range(2, num_exits))
+    names = (*("draft", "intermediate")[:num_exits], *further, "target")
     stops = (*chosen, model.backbone.num_layers)
     starts = (0, *stops[:-1])
     heads = (*(model.exit_layers.index(layer) for layer in chosen), None)
@@ -58,12 +67,20 @@ def _check_chosen(chosen: tuple[int, ...], trained: tuple[int, ...], method: str
         raise ValueError(f"exit layers {shown} are not distinct and rising; name the draft's first")
 
 
-def draft_lengths(config: EngineConfig) -> list[int]:
+def level_names(config: EngineConfig, levels: Items[Level]) -> tuple[str, ...]:
+    """What the method's statistics are counted by; the n-grams that draft are no level of the model."""
+    return (*(["draft"] if config.method == "ngram" else []), *(level.name for level in levels))
+
+
+def draft_lengths(config: EngineConfig, num_exits: int) -> list[int]:
     """For each level below the target, the most tokens that the next level asks of it."""
     return {
         "autoregressive": [],
         "single-layer": [config.num_draft_tokens],
         "hispec": [config.num_draft_tokens, config.num_provisional_tokens],
+        "ngram": [config.num_draft_tokens],
+        # All exits draft for the target together.
+        "adadecode": [0] * (num_exits - 1) + [config.num_draft_tokens],
     }[config.method]
 
 

@@ -129,6 +129,22 @@ class ModelRunner:
         return logits
 
     @torch.inference_mode()
+    def complete_head(self, index: int, sequences: list[Sequence]) -> None:
+        """Run the head of level `index`, if it keeps keys and values, over all that its layers have seen.
+
+        What it has not seen must still lie in the window.
+        """
+        head = self._heads[index]
+        sequences = [s for s in sequences if s.num_head_computed[index] < s.num_computed[index]]
+        if not sequences or not head.kv_layers:
+            return
+        bounds = [(sequence.num_head_computed[index], sequence.num_computed[index]) for sequence in sequences]
+        (rows,) = self._run.pack([head], [Pass(sequences, bounds)])
+        self._run(head, rows)
+        for sequence, (_, stop) in zip(sequences, bounds, strict=True):
+            self._count_head(index, sequence, stop)
+
+    @torch.inference_mode()
     def plan_draft(
         self,
         sequences: list[Sequence],

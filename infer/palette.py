@@ -25,8 +25,12 @@ def wants_colour(when: str, stream: TextIO) -> bool:
 
 def legend(level_names: Items[str]) -> str:
     """One line that explains the colours of these levels."""
-    parts = [f"{COLOURS[name]}{name}{RESET} ({NAMES[name]})" for name in level_names]
+    parts = [f"{_colour(name)}{name}{RESET} ({NAMES.get(name, NAMES['intermediate'])})" for name in level_names]
     return f"each token in the colour of the level that proposed it: {', '.join(parts)}"
+
+
+def _colour(name: str) -> str:
+    return COLOURS.get(name, COLOURS["intermediate"])
 
 
 class Painter:
@@ -53,4 +57,4 @@ class Painter:
                 # The delta holds text back; its colour waits for it.
                 self._ahead.insert(0, (length - len(piece), origin))
         runs = groupby((item for item in pieces if item[1]), key=lambda item: item[0])
-        return "".join(f"{COLOURS[origin]}{''.join(piece for _, piece in run)}{RESET}" for origin, run in runs)
+        return "".join(f"{_colour(origin)}{''.join(piece for _, piece in run)}{RESET}" for origin, run in runs)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from .config import SamplingParams
 from .logits_processor import LogitsProcessor
+from .ngram_index import NgramIndex
 from .policy import INITIAL_SHARE
 from .stats import Stats
 from .stop_strings import StopStrings
@@ -77,6 +78,8 @@ class Sequence:
     """By position, for a seeded request: see `gumbel_noise`."""
     logits_processor: LogitsProcessor | None = None
     stop_strings: StopStrings | None = None
+    ngram_index: NgramIndex | None = None
+    """Of its committed tokens, where the method drafts from them."""
     logprobs: list[Logprob] = field(default_factory=list)
     """Of the committed tokens behind the prompt, where they were asked for."""
     finish_reason: FinishReason | None = None

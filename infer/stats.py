@@ -1,5 +1,9 @@
 """What was counted and timed while tokens were generated."""
 
+import time
+from collections.abc import Iterator
+from collections.abc import Sequence as Items
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,7 +13,7 @@ class LevelStats:
     """Counts of one level; they add up exactly."""
 
     num_rounds: int = 0
-    """Verifications by this level, a sequence counted once each (the draft level: tokens that it drafted)."""
+    """Verifications by this level, a sequence counted once each (a level that drafts: tokens that it drafted)."""
     num_drafted: int = 0
     """Tokens put before this level."""
     num_accepted: int = 0
@@ -69,12 +73,22 @@ class LevelStats:
         }
 
 
+@contextmanager
+def timed(levels: Items[LevelStats]) -> Iterator[None]:
+    """Share the time that the block takes out among them."""
+    start = time.perf_counter()
+    yield
+    seconds = (time.perf_counter() - start) / len(levels)
+    for level in levels:
+        level.seconds += seconds
+
+
 @dataclass(kw_only=True)
 class Stats:
     """Counts of one completion, or of an engine over all of its completions."""
 
     levels: dict[str, LevelStats]
-    """By `draft`, `intermediate` and `target`, as far as the method has them."""
+    """By `draft`, `intermediate` and `target`, as far as the method has them; see `build_levels`."""
     num_committed: int = 0
     """Tokens returned."""
     num_prompt_tokens: int = 0

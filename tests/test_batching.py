@@ -124,7 +124,7 @@ def test_pieces_leave_what_whole_reading_leaves(model, alone, size):
         min_size=2,
         max_size=8,
     ),
-    method=st.sampled_from(["single-layer", "hispec", "hispec"]),
+    method=st.sampled_from(["single-layer", "hispec", "hispec", "adadecode", "ngram"]),
     max_prefill_tokens=st.sampled_from([1, 3, 16, 64]),
     max_num_seqs=st.integers(1, 4),
 )
@@ -136,6 +136,8 @@ def test_each_gets_what_it_would_get_alone(model, alone, requests, method, max_p
         block_size=7,
         max_num_seqs=max_num_seqs,
         max_prefill_tokens=max_prefill_tokens,
+        exit_confidence=0.4,
+        min_ngram=1,
     )
     fill_with_nan_what_is_free(engine)
     ids, aborted, finished = {}, set(), {}
@@ -162,7 +164,7 @@ def test_each_gets_what_it_would_get_alone(model, alone, requests, method, max_p
     num_draft_tokens=st.integers(1, 4),
     num_provisional_tokens=st.integers(1, 6),
     num_steps=st.integers(1, 8),
-    method=st.sampled_from(["single-layer", "hispec"]),
+    method=st.sampled_from(["single-layer", "hispec", "adadecode"]),
 )
 def test_what_stands_after_a_rollback_is_what_reading_gives(
     model, num_draft_tokens, num_provisional_tokens, num_steps, method

@@ -13,12 +13,20 @@ GENERATOR = torch.Generator().manual_seed(7)
 LENGTHS = (1, 2, 15, 16, 17, 33, 3, 40)
 PROMPTS = [torch.randint(3, 64, (length,), generator=GENERATOR).tolist() for length in LENGTHS]
 
+METHODS = ["autoregressive", "single-layer", "hispec", "adadecode", "ngram"]
 FULL_GRID = ["llama", "qwen2", "qwen2-window", "qwen3", "opt", "opt-350m"]
 
 
-@pytest.mark.parametrize("any_base", FULL_GRID, indirect=True)
-@pytest.mark.parametrize("method", ["autoregressive", "single-layer", "hispec"])
-@pytest.mark.parametrize("context", [False, True])
+@pytest.mark.parametrize(
+    ("any_base", "method", "context"),
+    [
+        *itertools.product(FULL_GRID, METHODS[:3], (False, True)),
+        ("llama", "adadecode", True),
+        ("opt-350m", "adadecode", False),
+        ("qwen2-window", "ngram", False),
+    ],
+    indirect=["any_base"],
+)
 def test_every_method(any_base, method, context):
     model = build_heads(any_base, "random", committed_context=context)
     expected = [reference(any_base, prompt, 24) for prompt in PROMPTS]
@@ -85,7 +93,7 @@ def test_every_batch(base, batch):
     assert [completion.token_ids for completion in engine.generate(PROMPTS, params)] == expected
 
 
-@pytest.mark.parametrize("method", ["autoregressive", "single-layer", "hispec"])
+@pytest.mark.parametrize("method", METHODS)
 def test_a_list_of_end_tokens(base, method):
     base = shallow(base, 2)
     free = [reference(base, prompt, 24) for prompt in PROMPTS]
@@ -102,7 +110,7 @@ def test_a_list_of_end_tokens(base, method):
 
 
 @pytest.mark.parametrize("architecture", ["llama", "opt", "gpt2"])
-@pytest.mark.parametrize("method", ["autoregressive", "single-layer", "hispec"])
+@pytest.mark.parametrize("method", METHODS)
 def test_the_context_ends_inside_a_draft(make_base, architecture, method):
     base = shallow(make_base(architecture, max_position_embeddings=48), 2)
     model = build_heads(base, "good", committed_context=True)
@@ -124,7 +132,7 @@ def test_the_context_ends_where_longrope_changes(make_base):
     assert completion.finish_reason == "length"
 
 
-@pytest.mark.parametrize("method", ["autoregressive", "single-layer", "hispec"])
+@pytest.mark.parametrize("method", METHODS)
 def test_preemption_changes_nothing(base, method):
     model = build_heads(shallow(base, 3), "random", committed_context=True)
     engine = Engine(model, method=method, num_blocks=14, block_size=8, max_num_seqs=8)
@@ -140,7 +148,7 @@ def test_preemption_changes_nothing(base, method):
     assert preempted
 
 
-@pytest.mark.parametrize("method", ["autoregressive", "single-layer", "hispec"])
+@pytest.mark.parametrize("method", METHODS)
 def test_memory_of_others_is_never_read(base, monkeypatch, method):
     """All of the pool that is nobody's, from the start or given back, is NaN: one read of it would spread."""
     model = build_heads(shallow(base, 3), "random", committed_context=True)

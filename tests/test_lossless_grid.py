@@ -13,8 +13,10 @@ from .train_support import build_tokenizer
 NUM_TOKENS = 14
 GENERATOR = torch.Generator().manual_seed(5)
 PROMPTS = [torch.randint(3, 64, (length,), generator=GENERATOR).tolist() for length in (1, 7, 16, 17, 2, 33, 8, 12)]
-LENGTHS = [(method, draft, 1) for method in ("autoregressive", "single-layer") for draft in range(1, 6)][4:] + [
-    ("hispec", draft, provisional) for draft in range(1, 6) for provisional in range(1, 9)
+LENGTHS = [
+    *[(method, draft, 1) for method in ("autoregressive", "single-layer") for draft in range(1, 6)][4:],
+    *(("hispec", draft, provisional) for draft in range(1, 6) for provisional in range(1, 9)),
+    *((method, draft, 1) for method in ("adadecode", "ngram") for draft in (1, 4)),
 ]
 BATCHES = (1, 3, 8)
 ENDINGS = ("length", "eos", "stop")

@@ -10,8 +10,10 @@ from scipy import stats
 from hispec.heads import EarlyExitModel
 from hispec.infer import Engine, SamplingParams
 from hispec.infer import hierarchy as hierarchy_module
+from hispec.infer.adaptive_exits import AdaptiveExits
 from hispec.infer.hierarchy import Hierarchy
 from hispec.infer.logits_processor import LogitsProcessor
+from hispec.infer.ngram_proposer import NgramProposer
 from hispec.infer.sampling import to_probs
 
 from .models import build_base, build_heads, shallow
@@ -35,6 +37,10 @@ SAMPLINGS = {
     },
     "banned": {"temperature": 1.0, "banned_token_ids": (2,), "min_new_tokens": 3, "stop_token_ids": (4,)},
 }
+
+
+BASELINES = {"adadecode": {"exit_confidence": 0.4}, "ngram": {"min_ngram": 1}}
+"""So that all exits, and n-grams of a few tokens, are met often."""
 
 
 @pytest.fixture(scope="module")
@@ -132,15 +138,19 @@ def is_lossless(model, counts, sampling) -> bool:
 @pytest.mark.parametrize(
     ("method", "name"),
     [(method, name) for method in ("autoregressive", "single-layer", "hispec") for name in ("plain", "filtered")]
-    + [("hispec", name) for name in ("cold", "hot", "penalised", "banned")],
+    + [("hispec", name) for name in ("cold", "hot", "penalised", "banned")]
+    + [("adadecode", "filtered"), ("adadecode", "penalised"), ("ngram", "filtered"), ("ngram", "penalised")],
 )
 def test_the_loop_has_the_distribution_of_the_base(model, method, name, seeded):
     sampling = SAMPLINGS[name]
     num_samples = NUM_SAMPLES if method == "hispec" and name in ("plain", "filtered") else NUM_SAMPLES // 3
-    counts, engine = sample(model, sampling, seeded=seeded, method=method, num_samples=num_samples)
+    counts, engine = sample(
+        model, sampling, seeded=seeded, method=method, num_samples=num_samples, **BASELINES.get(method, {})
+    )
     assert is_lossless(model, counts, sampling), deviations(model, counts, sampling)
     for name, level in engine.stats.levels.items():
-        if name != "draft" and method != "autoregressive":
+        verifies = name == "target" or method == "hispec"
+        if name != "draft" and verifies and method != "autoregressive":
             assert level.num_drafted
             assert 0.05 < level.acceptance_rate < 0.95
 
@@ -207,6 +217,40 @@ def mutate_drop_drawn_token(monkeypatch):
     monkeypatch.setattr(Hierarchy, "_draft", draft)
 
 
+def mutate_ngram_probs(monkeypatch):
+    """Wrong: a copied token is said to be one of several that might have been proposed."""
+    right = NgramProposer._proposal
+
+    def proposal(self, sequence, token_id):
+        found = right(self, sequence, token_id)
+        return found._replace(probs=found.probs * 0.7 + 0.3 / VOCAB)
+
+    monkeypatch.setattr(NgramProposer, "_proposal", proposal)
+
+
+def mutate_exit_probs(monkeypatch):
+    """Wrong: an exit says that it proposed what it holds likeliest, and has drawn."""
+    right = AdaptiveExits._choose
+
+    def choose(self, sequences, rows):
+        token_ids = right(self, sequences, rows)
+        for row in rows:
+            row.probs.mul_(row.probs == row.probs.amax())
+        return token_ids
+
+    monkeypatch.setattr(AdaptiveExits, "_choose", choose)
+
+
+@pytest.mark.parametrize(
+    ("method", "mutate"),
+    [("ngram", mutate_ngram_probs), ("adadecode", mutate_exit_probs), ("ngram", mutate_no_residual)],
+)
+def test_a_baseline_that_is_wrong_is_found_out(model, monkeypatch, method, mutate):
+    mutate(monkeypatch)
+    counts, _ = sample(model, PLAIN, seeded=False, method=method, num_samples=1500, **BASELINES[method])
+    assert not is_lossless(model, counts, PLAIN), deviations(model, counts, PLAIN)
+
+
 @pytest.mark.parametrize("mutate", [mutate_no_residual, mutate_skip_target, mutate_drop_drawn_token])
 def test_a_wrong_rule_is_found_out(model, monkeypatch, mutate):
     mutate(monkeypatch)
@@ -223,10 +267,13 @@ def test_a_seed_gives_one_text_whatever_the_method(model):
         ("single-layer", 3, 1, 1),
         ("hispec", 2, 4, 3),
         ("hispec", 5, 2, 8),
+        ("adadecode", 3, 1, 3),
+        ("ngram", 4, 1, 8),
     ]:
         engine = Engine(
             model,
             method=method,
+            **BASELINES.get(method, {}),
             num_draft_tokens=num_draft,
             num_provisional_tokens=num_provisional,
             max_num_seqs=batch,

@@ -1,0 +1,43 @@
+"""Where the runs of tokens of one growing text stand, and what followed them. Integers only."""
+
+from collections.abc import Sequence as Items
+
+
+class NgramIndex:
+    """Finds the newest earlier place of a text's last tokens, the longest match first.
+
+    It reads each token once, so a text of N tokens costs N steps in all, however often it is asked.
+    """
+
+    def __init__(
+        self,
+        min_size: int,  # fewest tokens that must match
+        max_size: int,  # most that are compared
+    ) -> None:
+        self._sizes = range(max_size, min_size - 1, -1)
+        self._following: dict[tuple[int, ...], int] = {}
+        self._num_read = 0
+
+    def continuation(
+        self,
+        token_ids: Items[int],  # the text; what it was at the last call, and more
+        count: int,
+    ) -> list[int]:
+        """What came after the newest earlier place of its last tokens, `count` of them; empty where there is none.
+
+        A match that reaches into the text's end is taken to go on as it does: "a b a b" is followed by "a b a b".
+        """
+        self._read(token_ids)
+        for size in self._sizes:
+            start = self._following.get(tuple(token_ids[-size:])) if size <= len(token_ids) else None
+            if start is not None:
+                period = len(token_ids) - start
+                return [token_ids[start + place % period] for place in range(count)]
+        return []
+
+    def _read(self, token_ids: Items[int]) -> None:
+        for stop in range(self._num_read, len(token_ids)):
+            for size in self._sizes:
+                if size <= stop:
+                    self._following[tuple(token_ids[stop - size : stop])] = stop
+        self._num_read = len(token_ids)

@@ -1,0 +1,43 @@
+"""Ways to draft besides a level that draws token by token, for methods in which the target verifies such drafts."""
+
+from collections.abc import Sequence as Items
+from typing import Protocol
+
+import torch
+
+from .adaptive_exits import AdaptiveExits
+from .config import EngineConfig
+from .model_runner import ModelRunner
+from .ngram_proposer import NgramProposer
+from .policy import Policy
+from .sequence import Sequence
+
+
+class Proposer(Protocol):
+    """Drafts for the target."""
+
+    num_names: int
+    """Names in the statistics that are its own, before those of the model's levels."""
+
+    def propose(self, sequences: list[Sequence]) -> None:
+        """Put at most `wanted[-1]` tokens into `proposed[-1]` of each sequence, which is empty, and count them.
+
+        Which tokens, and how many, may depend on what was committed and proposed before and on the distributions that
+        they are drawn from; a token that was drawn must be put there.
+        """
+
+
+def build_proposer(
+    config: EngineConfig, runner: ModelRunner, policies: Items[Policy], generator: torch.Generator
+) -> Proposer | None:
+    """That of the method; None where its lowest level draws token by token, or nothing is drafted."""
+    backbone = runner.model.backbone
+    if config.method == "ngram":
+        return NgramProposer(
+            "draft", backbone.vocab_size, backbone.device, min_ngram=config.min_ngram, max_ngram=config.max_ngram
+        )
+    if config.method == "adadecode":
+        return AdaptiveExits(
+            runner, policies[-1], generator, exit_confidence=config.exit_confidence, one_by_one=config.exact
+        )
+    return None
