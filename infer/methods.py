@@ -60,7 +60,10 @@ METHODS = {
     PLAIN: _ours("autoregressive", "our engine, without drafts", 0),
     "single-layer": _ours("single-layer", "the first exit drafts for the target", 1),
     "hispec": _ours("hispec", "the first exit drafts, the second one verifies before the target does", 2),
-    "auto": BenchMethod(build=_build_auto, promise="lossless", about='our engine with `plan="auto"`'),
+    "adadecode": _ours("adadecode", "each token leaves at the first exit that is sure of it (AdaDecode)", 1),
+    "ngram": _ours("ngram", "drafts are copied from the text so far, by n-grams", 0),
+    # By name alone: it measures the machine first, and needs an adapter that tells how often it is right.
+    "auto": BenchMethod(build=_build_auto, promise="lossless", about='our engine with `plan="auto"`', by_default=False),
     "prompt-lookup": BenchMethod(
         build=build_prompt_lookup, promise="peer", about="`generate(prompt_lookup_num_tokens=5)`"
     ),
