@@ -16,7 +16,7 @@ PROMPTS = (
     "Summarize: The town council met on Monday to talk about the old bridge. It will be closed until spring.",
 )
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("smollm2")]
 
 
 @pytest.fixture(scope="module")

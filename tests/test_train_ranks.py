@@ -22,7 +22,7 @@ from .ranks_worker import make_cache, make_model, make_trainer
 from .train_support import build_tokenizer, write_prompts
 
 ROOT = Path(__file__).resolve().parent.parent
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]
 NEEDS_DEEPSPEED = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed: pip install hispec[deepspeed]"
 )
