@@ -11,7 +11,7 @@ import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 from hispec.checkpoints import save_adapter
-from hispec.infer import bench, prompt_sets
+from hispec.infer import bench, demo, prompt_sets
 from hispec.infer.bench import main
 from hispec.infer.bench_file import round_key
 from hispec.infer.bench_schema import Result
@@ -340,3 +340,12 @@ def test_a_near_tie_counts_in_16_bits_alone(make_base, monkeypatch, dtype, is_lo
     _, record = benchmark.measure(benchmark.rounds()[0], 0)
     assert record["check"]["num_equal"] == 0
     assert record["check"]["is_lossless"] == is_lossless
+
+
+def test_the_demo_shows_texts_and_the_table(places, monkeypatch, capsys):
+    _, flags = places
+    monkeypatch.setattr(demo, "PROMPTS", ("w3 w4", "w5 w6 w7"))
+    assert demo.main([*flags[:6], "--max-new-tokens", "5"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("target keeps 100%") == 4
+    assert "demo, greedy, batch 1: medians of 2 calls" in printed
