@@ -19,7 +19,12 @@ PROMPTS = [[3, 4, 5], [9], list(range(5, 17))]
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name == "generate-batch" else []) for name in METHODS]
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if name == "generate-batch" else [])
+        for name in METHODS
+        if METHODS[name].by_default
+    ],
 )
 def test_each_way_says_the_models_own_text_and_when(base, name):
     model = build_heads(base, "random")
