@@ -164,7 +164,7 @@ def _time_shares(records: Records) -> dict[str, float] | None:
 
 def _verification_to_draft(levels: Mapping[str, LevelResult] | None) -> dict[str, float] | None:
     draft = (levels or {}).get("draft")
-    if levels is None or draft is None or not draft["seconds"]:
+    if levels is None or draft is None or not draft["seconds"] or not draft["num_rounds"]:
         return None
     seconds_per_draft = draft["seconds"] / draft["num_rounds"]
     return {

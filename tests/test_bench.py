@@ -348,4 +348,14 @@ def test_the_demo_shows_texts_and_the_table(places, monkeypatch, capsys):
     assert demo.main([*flags[:6], "--max-new-tokens", "5"]) == 0
     printed = capsys.readouterr().out
     assert printed.count("target keeps 100%") == 4
+    assert printed.count("autoregressive ") == 3
+    assert "ngram" not in printed
     assert "demo, greedy, batch 1: medians of 2 calls" in printed
+
+
+def test_a_draft_level_that_was_never_sure_has_no_ratio(places, tmp_path):
+    """Under adadecode exits are asked, and may all be unsure."""
+    assert run(places, tmp_path / "out", "--methods", "adadecode", "--max-new-tokens", "4") == 0
+    cells = {cell["method"]: cell for cell in result_of(tmp_path / "out")["cells"]}
+    draft = cells["adadecode"]["levels"]["draft"]
+    assert draft["num_rounds"] or cells["adadecode"]["verification_to_draft_time"] is None
