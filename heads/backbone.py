@@ -14,11 +14,16 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from .architectures import find_parts, max_context
 from .fused_linear import fuse_linears, pack_linears
+from .lean_layer import TRIAL_LENGTH, LeanLayer, Rotary, agrees, is_of_family
 from .product import Product
 from .row_invariance import TiledProduct, row_invariant, tiled_products
 from .stand_in import is_plain_linear, is_stand_in, plain_copy, read_weight
 
 ATTENTION_NAME = "hispec"
+
+
+AnyLayer = LeanLayer | nn.Module
+"""What runs a decoder layer."""
 
 
 class Attend(Protocol):
@@ -76,6 +81,8 @@ class Backbone:
         self.num_kv_heads: int = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.max_context = max_context(config)
+        self._are_lean = all(map(is_of_family, self.layers)) and self._try_lean()
+        self._runs: list[AnyLayer] = [self.lean(layer) for layer in self.layers]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -104,6 +111,8 @@ class Backbone:
             raise ValueError("its LM head is no plain linear layer, but adapted or quantised")
         twin = copy.copy(self)
         twin.layers = [row_invariant(layer) for layer in self.layers]
+        twin._runs = list(twin.layers)
+        twin._are_lean = False
         twin._by_lm_head = TiledProduct(self._lm_head_product)
         twin.parts = self.parts._replace(
             project_in=self._tiled(self.parts.project_in), project_out=self._tiled(self.parts.project_out)
@@ -156,23 +165,23 @@ class Backbone:
         """Decoder layers `[start, stop)`."""
         rotaries: dict[str | None, Any] = {}
         for index in range(start, stop):
-            layer = self.layers[index]
+            layer = self._runs[index]
             layer_type = self._rotary_type(layer)
             if layer_type not in rotaries:
-                rotaries[layer_type] = self._rotary(hidden, positions, layer_type)
+                rotaries[layer_type] = self._rotary(hidden, positions, layer)
             hidden = self._run_layer(layer, index, hidden, positions, rotaries[layer_type], attend)
         return hidden
 
     def run_block(
         self,
-        block: nn.Module,  # a layer made by `copy_layer`
+        block: AnyLayer,  # a layer made by `copy_layer`, or what `lean` makes of one
         kv_layer: int,
         hidden: Tensor,  # [1, T, D]
         positions: Tensor,  # [T] int64
         attend: Attend,
     ) -> Tensor:  # [1, T, D]
         """One decoder layer of an exit head's own."""
-        rotary = self._rotary(hidden, positions, self._rotary_type(block))
+        rotary = self._rotary(hidden, positions, block)
         return self._run_layer(block, kv_layer, hidden, positions, rotary, attend)
 
     def final_norm(self, hidden: Tensor) -> Tensor:
@@ -226,6 +235,10 @@ class Backbone:
         fuse_linears(twin)
         return twin
 
+    def lean(self, layer: nn.Module) -> AnyLayer:
+        """What runs a layer at inference: fewer operations where this backbone's layers are of a known kind."""
+        return LeanLayer(layer) if self._are_lean and is_of_family(layer) else layer
+
     def copy_final_norm(self) -> nn.Module:
         """A trainable copy of the base's final norm; a fresh LayerNorm where the base has none."""
         norm = self.parts.final_norm
@@ -236,15 +249,29 @@ class Backbone:
     def _rotary_type(self, layer: Any) -> str | None:
         return str(layer.self_attn.layer_type) if self.parts.rotary_by_layer_type else None
 
-    def _rotary(self, hidden: Tensor, positions: Tensor, layer_type: str | None) -> Any:
+    def _rotary(self, hidden: Tensor, positions: Tensor, layer: AnyLayer) -> Any:
+        """What turns queries and keys, in the form that `layer` takes."""
         if self.parts.rotary is None:
             return None
+        layer_type = self._rotary_type(layer)
         extra = {} if layer_type is None else {"layer_type": layer_type}
-        return self.parts.rotary(hidden, position_ids=positions.unsqueeze(0), **extra)
+        rotary = self.parts.rotary(hidden, position_ids=positions.unsqueeze(0), **extra)
+        return Rotary.of(*rotary) if isinstance(layer, LeanLayer) else rotary
+
+    def _try_lean(self) -> bool:
+        """Whether lean layers do what the library's do, tried with one of each kind."""
+        kinds = {LeanLayer(layer).window: layer for layer in self.layers}
+        generator = torch.Generator().manual_seed(0)
+        hidden = torch.randn(1, TRIAL_LENGTH, self.hidden_size, generator=generator).to(self.device, self.dtype)
+        positions = torch.arange(TRIAL_LENGTH, device=self.device)
+        cos, sin = self._rotary(hidden, positions, self.layers[0])
+        return all(agrees(layer, LeanLayer(layer), cos, sin, hidden) for layer in kinds.values())
 
     def _run_layer(
-        self, layer: nn.Module, kv_layer: int, hidden: Tensor, positions: Tensor, rotary: Any, attend: Attend
+        self, layer: AnyLayer, kv_layer: int, hidden: Tensor, positions: Tensor, rotary: Any, attend: Attend
     ) -> Tensor:
+        if isinstance(layer, LeanLayer):
+            return layer(hidden, rotary, attend, kv_layer)
         extra = {} if rotary is None else {"position_embeddings": rotary}
         return layer(hidden, position_ids=positions.unsqueeze(0), attend=attend, kv_layer=kv_layer, **extra)
 

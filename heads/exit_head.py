@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .backbone import Attend, Backbone
+from .backbone import AnyLayer, Attend, Backbone
 from .config import ExitHeadConfig
 from .fused_linear import pack_linears
 from .low_rank import add_deltas, new_deltas
@@ -63,12 +63,16 @@ class ExitHead(nn.Module):
         self._by_mlp = None if self.mlp is None else Product(self.mlp.weight, self.mlp.bias)
         # For training, and for inference; in a tuple: not a part with tensors of its own.
         self._blocks: tuple[nn.Module, ...] = ()
+        self._lean: tuple[AnyLayer, ...] = ()
         if self.block is not None:
-            self._blocks = (self.block, self._backbone.fused(self.block))
+            fused = self._backbone.fused(self.block)
+            self._blocks = (self.block, fused)
+            self._lean = (self._backbone.lean(fused),)
         if self.deltas is not None:
             backbone, index = self._backbone, self.config.exit_layer
             layers = (backbone.share_layer(index), backbone.share_fused_layer(index))
             self._blocks = tuple(add_deltas(layer, dict(self.deltas.items())) for layer in layers)
+            self._lean = self._blocks[1:]
 
     def forward(
         self,
@@ -90,7 +94,7 @@ class ExitHead(nn.Module):
             assert self.mlp is not None
             hidden = hidden + F.silu(self.mlp(hidden) if is_training else self._by_mlp(hidden))
         if self.has_block:
-            block = self._blocks[0 if is_training else 1]
+            block = self._blocks[0] if is_training else self._lean[0]
             hidden = self._backbone.run_block(block, self.kv_layer, hidden, positions, attend)
         return self._backbone.final_norm(hidden) if self.norm is None else self.norm(hidden)
 

@@ -35,13 +35,22 @@ class FusedLinear:
         """What stands in for each of the layers."""
         return [FusedPart(self, index) for index in range(len(self._linears))]
 
+    @property
+    def num_linears(self) -> int:
+        """How many layers it computes."""
+        return len(self._linears)
+
+    def __call__(self, hidden: Tensor) -> Tensor:  # [..., T, D_in] -> [..., T, D_out]
+        """The outputs of all layers, side by side."""
+        if self._linears[0].weight.data_ptr() != self._product.weight.data_ptr():
+            self._product.weight, self._product.bias = self._gather()  # the base was moved, or its dtype changed
+        return self.multiply(hidden)
+
     def take(self, index: int, hidden: Tensor) -> Tensor:  # [..., T, D_in] -> [..., T, out_features of the layer]
         """The output of layer `index`."""
         if self._input is not hidden:
-            if self._linears[0].weight.data_ptr() != self._product.weight.data_ptr():
-                self._product.weight, self._product.bias = self._gather()  # the base was moved, or its dtype changed
             self._input = hidden
-            self._outputs = list(self.multiply(hidden).split(self._sizes, dim=-1))
+            self._outputs = list(self(hidden).split(self._sizes, dim=-1))
         output, self._outputs[index] = self._outputs[index], None
         assert output is not None
         if not any(left is not None for left in self._outputs):

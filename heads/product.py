@@ -10,8 +10,8 @@ from torch.nn import functional as F
 MAX_FEW_ROWS = 8
 """Up to so many rows the float32 product on a CPU runs faster with the weight as its first factor."""
 
-MAX_FEWEST_ROWS = 2
-"""Up to so many rows that also holds beside a packed weight."""
+SLOW_ROWS = 2
+"""So many rows the packed product computes slower than twice as many."""
 
 MAX_PACKED_ROWS = 64
 """Beyond so many rows a packed weight saves little, and its kernel takes a while to be made for each number of rows."""
@@ -20,10 +20,10 @@ MAX_PACKED_ROWS = 64
 class Product:
     """`hidden @ weight.T + bias`, on a CPU in whichever of three forms reads the weight fastest.
 
-    The usual call reads it at a third of the memory's speed or less for few rows. In float32 the transposed product,
-    one row doubled to two, reads it at more than twice that. A *packed* weight, a second copy of it in the layout of
-    the machine's own kernel, is as fast for any few rows and any type, in bfloat16 to the same bits as the usual call;
-    see `pack`. Gradients flow through the usual call alone.
+    The usual call reads it at a third of the memory's speed or less for few rows. In float32 the transposed product
+    reads it at more than twice that, a lone row, doubled to two, best of all. A *packed* weight, a second copy of it in
+    the layout of the machine's own kernel, is as fast for any few rows and any type, in bfloat16 to the same bits as
+    the usual call; see `pack`. Gradients flow through the usual call alone.
     """
 
     def __init__(
@@ -40,9 +40,12 @@ class Product:
         if hidden.device.type != "cpu" or torch.is_grad_enabled():
             return F.linear(hidden, self.weight, self.bias)
         num_rows = hidden.numel() // hidden.shape[-1]
-        if hidden.dtype == torch.float32 and num_rows <= (MAX_FEW_ROWS if self._packed is None else MAX_FEWEST_ROWS):
+        if hidden.dtype == torch.float32 and num_rows <= (MAX_FEW_ROWS if self._packed is None else 1):
             return self._transposed(hidden, num_rows)
-        return self.by_kernel(hidden, packed=self._packed is not None and num_rows <= MAX_PACKED_ROWS)
+        if self._packed is None or num_rows != SLOW_ROWS:
+            return self.by_kernel(hidden, packed=num_rows <= MAX_PACKED_ROWS)
+        rows = hidden.reshape(num_rows, -1).repeat(2, 1)
+        return self.by_kernel(rows, packed=True)[:num_rows].view(*hidden.shape[:-1], -1)
 
     @property
     def is_packed(self) -> bool:

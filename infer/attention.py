@@ -87,11 +87,10 @@ class PagedAttention:
         if not self._spans:
             raise NotImplementedError("the paged kernel does not cap scores")
         if len(self._groups) == 1 and isinstance(self._groups[0].rows, slice):
-            return self._attend(0, kv_layer, query, scaling, window, softcap).reshape(query.shape)
+            return self._attend(0, kv_layer, query, scaling, window, softcap)
         output = torch.empty_like(query)
         for index, group in enumerate(self._groups):
-            attended = self._attend(index, kv_layer, query[group.rows], scaling, window, softcap)
-            output[group.rows] = attended.reshape(-1, *query.shape[1:])
+            output[group.rows] = self._attend(index, kv_layer, query[group.rows], scaling, window, softcap)
         return output
 
     def prepare(self) -> None:
@@ -129,22 +128,31 @@ class PagedAttention:
 
     def _attend(
         self, index: int, kv_layer: int, query: Tensor, scaling: float, window: int | None, softcap: float | None
-    ) -> Tensor:  # [B, Q, H, Dh]
+    ) -> Tensor:  # [B * Q, H, Dh]
         group = self._groups[index]
         num_seqs, num_queries = len(group.spans), group.num_queries
-        keys, values = self._kv_cache.read(kv_layer, group.place)
-        keys, values = keys.transpose(1, 2), values.transpose(1, 2)  # [B, Hkv, S, Dh]
-        num_heads, num_kv_heads, num_keys = query.shape[1], keys.shape[1], keys.shape[2]
-        query = query.reshape(num_seqs, num_queries, num_heads, -1).transpose(1, 2)
+        keys, values = self._kv_cache.read(kv_layer, group.place)  # [B, Hkv, S, Dh]
+        num_heads, head_dim = query.shape[1:]
+        num_kv_heads, num_keys = keys.shape[1:3]
         is_whole = num_seqs == 1 and num_queries == num_keys > 1 and (window is None or num_keys <= window)
         if is_whole and softcap is None and not self._is_exact:
             output = F.scaled_dot_product_attention(
-                query, keys, values, is_causal=True, scale=scaling, enable_gqa=num_heads > num_kv_heads
+                query.transpose(0, 1).unsqueeze(0),
+                keys,
+                values,
+                is_causal=True,
+                scale=scaling,
+                enable_gqa=num_heads > num_kv_heads,
             )
-            return output.transpose(1, 2)
+            return output[0].transpose(0, 1)
         # The heads that share a key head are folded into its queries: no key is repeated.
         groups = num_heads // num_kv_heads
-        folded = query.reshape(num_seqs, num_kv_heads, groups * num_queries, -1)
+        folded_shape = (num_seqs, num_kv_heads, num_queries * groups, head_dim)
+        if num_queries == 1:
+            folded = query.view(folded_shape)
+        else:
+            parts = query.view(num_seqs, num_queries, num_kv_heads, groups, head_dim)
+            folded = parts.transpose(1, 2).reshape(folded_shape)
         # Scaled dot products take what they add to the scores: given a mask, they would make that anew at every layer.
         dtype = query.dtype if softcap is None and not self._is_exact else torch.bool
         mask = self._mask(index, window, groups, num_keys, dtype)
@@ -154,11 +162,13 @@ class PagedAttention:
             output = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scaling)
         else:
             output = capped_attention(folded, keys, values, mask, scaling=scaling, softcap=softcap)
-        return output.reshape(num_seqs, num_heads, num_queries, -1).transpose(1, 2)
+        if num_queries > 1:
+            output = output.view(num_seqs, num_kv_heads, num_queries, groups, head_dim).transpose(1, 2)
+        return output.reshape(query.shape)
 
     def _mask(
         self, index: int, window: int | None, groups: int, num_keys: int, dtype: torch.dtype
-    ) -> Tensor | None:  # [B, 1, G * Q, S], True where a query sees a key; of a floating dtype 0 there, elsewhere -inf
+    ) -> Tensor | None:  # [B, 1, Q * G, S], True where a query sees a key; of a floating dtype 0 there, elsewhere -inf
         group = self._groups[index]
         is_whole = len(group.spans) == 1 and num_keys == group.spans[0].stop
         if is_whole and group.num_queries == 1 and (window is None or num_keys <= window):
@@ -171,7 +181,7 @@ class PagedAttention:
             mask = key_positions <= query_positions
             if window is not None:
                 mask &= key_positions > query_positions - window
-            mask = mask.repeat(1, groups, 1).unsqueeze(1)
+            mask = mask.repeat_interleave(groups, dim=1).unsqueeze(1)
             if dtype != torch.bool:
                 mask = torch.zeros(mask.shape, dtype=dtype, device=self._device).masked_fill_(~mask, -torch.inf)
             self._masks[index, window, groups, dtype] = mask

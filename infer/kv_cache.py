@@ -27,6 +27,11 @@ class KVCache:
         self.block_size = block_size
         self.keys = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
         self.values = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        # Views `[1, Hkv, N * S, Dh]`, of which one more operation makes what attention reads.
+        self._heads_first = [
+            (keys.unsqueeze(0).transpose(1, 2), values.unsqueeze(0).transpose(1, 2))
+            for keys, values in zip(self.keys, self.values, strict=True)
+        ]
 
     def write(self, layer: int, slots: Tensor | slice, key: Tensor, value: Tensor) -> None:
         """Put keys and values `[T, Hkv, Dh]` at `slots` ([T] int64, or a slice)."""
@@ -46,10 +51,12 @@ class KVCache:
             pool[slots] = 0
 
     def read(self, layer: int, place: slice | Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values, `[1, T, Hkv, Dh]` each for a slice of T slots (a view), `[B, n * S, Hkv, Dh]` for
+        """Keys and values, `[1, Hkv, T, Dh]` each for a slice of T slots (a view), `[B, Hkv, n * S, Dh]` for
         `[B, n]` blocks."""
         if isinstance(place, slice):
-            return self.keys[layer][place].unsqueeze(0), self.values[layer][place].unsqueeze(0)
+            keys, values = self._heads_first[layer]
+            length = place.stop - place.start
+            return keys.narrow(2, place.start, length), values.narrow(2, place.start, length)
         return self._gather(self.keys[layer], place), self._gather(self.values[layer], place)
 
     def blocks(self, layer: int) -> tuple[Tensor, Tensor]:
@@ -61,7 +68,7 @@ class KVCache:
     def _gather(self, pool: Tensor, blocks: Tensor) -> Tensor:
         # Block by block: rows of some kilobytes are copied at the memory's speed, single tokens are not.
         rows = pool.view(len(pool) // self.block_size, -1).index_select(0, blocks.flatten())
-        return rows.view(len(blocks), -1, *pool.shape[1:])
+        return rows.view(len(blocks), -1, *pool.shape[1:]).transpose(1, 2)
 
 
 def bytes_per_token(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:

@@ -124,7 +124,7 @@ def test_an_unknown_argument_of_a_layer_is_not_ignored(base):
     with pytest.raises(TypeError, match="s_aux"):
         backbone.layers[0](
             torch.zeros(1, 1, 32),
-            position_embeddings=backbone._rotary(torch.zeros(1, 1, 32), torch.tensor([0]), None),
+            position_embeddings=backbone._rotary(torch.zeros(1, 1, 32), torch.tensor([0]), backbone.layers[0]),
             attend=None,
             kv_layer=0,
             s_aux=torch.zeros(4),

@@ -1,0 +1,138 @@
+"""A decoder layer of the Llama family by fewer operations than the library's own, on a CPU to the same bits.
+
+With few rows a layer is some fifty small operations around four products, and they take as long as these. The
+mathematics is the architecture's own: what is put together here is the rotation of queries and keys, and the norm's
+elementary steps.
+
+T tokens side by side; D hidden size; H query heads, Hkv key heads, Dh head size.
+"""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .attention import DenseAttention
+from .fused_linear import FusedPart
+
+if TYPE_CHECKING:
+    from .backbone import Attend
+
+FAMILY = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
+"""Classes of transformers that compute in this way."""
+
+TRIAL_LENGTH = 5
+"""Tokens of the sequence over which a layer is tried."""
+
+
+class Rotary(NamedTuple):
+    """By how much each position turns queries and keys."""
+
+    cos: Tensor  # [T, 1, Dh]
+    sin: Tensor  # [T, 1, Dh], its first half negated
+
+    @classmethod
+    def of(cls, cos: Tensor, sin: Tensor) -> "Rotary":  # [1, T, Dh] each, as the library has them
+        """From the library's own."""
+        first, second = sin.chunk(2, dim=-1)
+        return cls(cos.transpose(0, 1), torch.cat([-first, second], dim=-1).transpose(0, 1))
+
+    def turn(self, heads: Tensor) -> Tensor:  # [T, any number of heads, Dh]
+        """`heads * cos + rotate_half(heads) * sin`."""
+        return heads.mul(self.cos).add_(heads.roll(heads.shape[-1] // 2, -1).mul_(self.sin))
+
+
+class LeanLayer:
+    """Runs a layer of `FAMILY` that `fuse_linears` went through, over the tensors that it has."""
+
+    def __init__(self, layer: Any) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        self._qkv, self._output = attention.q_proj.fused, attention.o_proj.fused
+        self._gate_up, self._down = mlp.gate_proj.fused, mlp.down_proj.fused
+        self._norms = (layer.input_layernorm, layer.post_attention_layernorm)
+        self._head_norms = (getattr(attention, "q_norm", None), getattr(attention, "k_norm", None))
+        self._activation = mlp.act_fn
+        self._head_dim: int = attention.head_dim
+        self._num_heads: int = attention.config.num_attention_heads
+        self._num_kv_heads: int = attention.config.num_key_value_heads
+        self._scaling: float = attention.scaling
+        window = getattr(attention, "sliding_window", None)
+        if "Mistral" in type(layer).__name__:
+            window = getattr(attention.config, "sliding_window", None)
+        self.window: int | None = window
+
+    def __call__(
+        self,
+        hidden: Tensor,  # [1, T, D]
+        rotary: Rotary,
+        attend: "Attend",
+        kv_layer: int,
+    ) -> Tensor:  # [1, T, D]
+        """As the library's layer."""
+        num_heads, num_kv_heads = self._num_heads, self._num_kv_heads
+        heads = self._qkv(_rms_norm(self._norms[0], hidden)).view(hidden.shape[1], -1, self._head_dim)
+        q_norm, k_norm = self._head_norms
+        if q_norm is None or k_norm is None:
+            query, key, value = rotary.turn(heads[:, : num_heads + num_kv_heads]), None, heads[:, -num_kv_heads:]
+            query, key = query[:, :num_heads], query[:, num_heads:]
+        else:
+            query, key, value = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+            query, key = rotary.turn(_rms_norm(q_norm, query)), rotary.turn(_rms_norm(k_norm, key))
+        attended = attend(kv_layer, query, key, value, scaling=self._scaling, window=self.window, softcap=None)
+        hidden = hidden + self._output(attended.reshape(1, hidden.shape[1], -1))
+        gate, up = self._gate_up(_rms_norm(self._norms[1], hidden)).chunk(2, dim=-1)
+        return hidden + self._down(self._activation(gate).mul_(up))
+
+
+def _rms_norm(norm: Any, hidden: Tensor) -> Tensor:
+    """`norm(hidden)` of the library's class, which scales in the input's own type."""
+    normed = F.rms_norm(hidden.float(), hidden.shape[-1:], None, norm.variance_epsilon)
+    return normed.to(hidden.dtype).mul_(norm.weight)
+
+
+def is_of_family(layer: nn.Module) -> bool:
+    """Whether a layer that `fuse_linears` went through is one of `FAMILY`, with nothing but plain linear layers."""
+    if type(layer).__name__ not in FAMILY or not type(layer).__module__.startswith("transformers."):
+        return False
+    attention, mlp = layer.self_attn, layer.mlp
+    return _are_one(attention, ("q_proj", "k_proj", "v_proj"), ("o_proj",)) and _are_one(
+        mlp, ("gate_proj", "up_proj"), ("down_proj",)
+    )
+
+
+def _are_one(module: Any, *groups: Iterable[str]) -> bool:
+    """Whether the linear layers of each group are all that one `FusedLinear` computes."""
+    for names in groups:
+        parts = [vars(module).get(name) for name in names]
+        if not all(isinstance(part, FusedPart) for part in parts):
+            return False
+        if len({id(part.fused) for part in parts}) > 1 or parts[0].fused.num_linears != len(parts):
+            return False
+    return True
+
+
+@torch.inference_mode()
+def agrees(
+    layer: nn.Module,
+    lean: LeanLayer,
+    cos: Tensor,  # [1, TRIAL_LENGTH, Dh], the library's
+    sin: Tensor,
+    hidden: Tensor,  # [1, TRIAL_LENGTH, D]
+) -> bool:
+    """Whether `lean` does what `layer` does: tried, so that another version of the library cannot change it unseen."""
+    asked: list[tuple[int, dict[str, Any]]] = []
+    dense = DenseAttention([hidden.shape[1]])
+
+    def attend(kv_layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        asked.append((kv_layer, options))
+        return dense(kv_layer, query, key, value, **options)
+
+    positions = torch.arange(hidden.shape[1], device=hidden.device).unsqueeze(0)
+    expected = layer(hidden, position_ids=positions, attend=attend, kv_layer=0, position_embeddings=(cos, sin))
+    found = lean(hidden, Rotary.of(cos, sin), attend, 0)
+    of_layer, of_lean = asked
+    # Another device's kernels may sum in another order.
+    tolerance = 64 * torch.finfo(hidden.dtype).eps
+    return of_layer == of_lean and torch.allclose(found, expected, rtol=tolerance, atol=tolerance)
