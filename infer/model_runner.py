@@ -53,15 +53,15 @@ class ModelRunner:
         self._hidden = [torch.zeros_like(self._final_states) for _ in levels[:-1]]
         self._layers = [self._layers_part(index) for index in range(len(levels))]
         self._heads = [self._head_part(index) for index in range(len(levels) - 1)]
+        parts = [*self._layers, *self._heads]
         self._whole = self._layers[0]
         if len(levels) > 1:
             self._whole = Part("layers of all levels", self._run_all_layers, range(backbone.num_layers))
+            parts.append(self._whole)
         self._packer = RowPacker(
             kv_cache, window, num_rows + 1, backbone.device, is_exact=is_exact, by_varlen=by_varlen
         )
-        self._run = PassRunner(
-            self._packer, kv_cache, [*self._layers, self._whole, *self._heads], uses_graphs=uses_graphs
-        )
+        self._run = PassRunner(self._packer, kv_cache, parts, uses_graphs=uses_graphs)
 
     def vocab_ids(self, index: int) -> Tensor | None:  # [V_d] int64
         """The token ids that level `index` scores; None is the whole vocabulary."""

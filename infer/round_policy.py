@@ -21,7 +21,7 @@ MEMORY = 0.95
 """Weight of a text's past in its share of kept tokens, after one more; the last twenty or so decide."""
 STALE = 0.8
 """Weight of what was learned before a pause of `FIRST_PROBE` rounds: the text may be another one since."""
-SHARED_MEMORY = 0.99
+SHARED_MEMORY = 0.97
 """As `MEMORY`, over all texts: what a new one begins with."""
 FIRST_PROBE, LAST_PROBE = 64, 1024
 """Rounds to the first probe, and the most between two."""
