@@ -100,8 +100,10 @@ def same_caches(engine, sequences, other, others, level):
     return numbers
 
 
-@pytest.mark.parametrize("head", ["block", "lora"])
-@pytest.mark.parametrize("num_plain", [0, 1, 4, 5, 6, 7, 12, 40])
+@pytest.mark.parametrize(
+    ("num_plain", "head"),
+    [(0, "block"), (1, "block"), (4, "lora"), (5, "block"), (6, "block"), (7, "block"), (40, "lora")],
+)
 def test_heads_that_paused_are_as_if_they_had_always_drafted(base, scripted, num_plain, head):
     options = {"lora_rank": 4} if head == "lora" else {}
     model = build_heads(shallow(base, 4), "random", (2,), head=head, committed_context=True, **options)
@@ -113,7 +115,7 @@ def test_heads_that_paused_are_as_if_they_had_always_drafted(base, scripted, num
     assert [n - len(prompt) for n, prompt in zip(numbers, RAGGED, strict=True)] == [num_plain + 1] * len(RAGGED)
 
 
-@pytest.mark.parametrize("num_plain", [3, 11, 30])
+@pytest.mark.parametrize("num_plain", [3, 30])
 def test_both_heads_of_hispec_catch_up(base, scripted, num_plain):
     model = build_heads(shallow(base, 4), "random")
     paused = scripted(model, lambda number, place: 2 * int(number >= num_plain), method="hispec")
@@ -125,30 +127,28 @@ def test_both_heads_of_hispec_catch_up(base, scripted, num_plain):
 
 
 def test_drafts_after_a_pause_are_those_of_an_engine_that_always_drafted(base, scripted, monkeypatch):
-    """Its drafts are never kept, so that both are at the same token in every round."""
+    """What it drafted before was never kept, so that both are at the same token in every round."""
     model = build_heads(shallow(base, 4), "random", (0,), committed_context=True, draft_vocab_size=48)
     pause, draft = 29, Drafter.draft
+    texts = Engine(model, method="autoregressive", num_blocks=200).generate(RAGGED, params_of(pause + 9))
+    (never_said, *_) = set(range(48)) - {token_id for completion in texts for token_id in completion.token_ids}
     drafts = []
-    for before in (0, 1):
-        made = []
 
-        def watched(self, sequences, counts, made=made):
-            found = draft(self, sequences, counts)
-            made.append(
-                [(len(s.token_ids), [p.token_id for p in each]) for s, each in zip(sequences, found, strict=True)]
-            )
-            # Nothing of the draft is kept: a token that the target does not say.
-            return [[p._replace(token_id=0) for p in each] for each in found] if counts == [1] * len(counts) else found
+    def watched(self, sequences, counts):
+        found = draft(self, sequences, counts)
+        drafts.append(
+            [(len(s.token_ids), [p.token_id for p in each]) for s, each in zip(sequences, found, strict=True)]
+        )
+        is_last = counts == [3] * len(counts)
+        return found if is_last else [[p._replace(token_id=never_said) for p in each] for each in found]
 
-        monkeypatch.setattr(Drafter, "draft", watched)
-        engine = scripted(model, lambda number, place, before=before: 3 if number == pause else before)
-        run(engine, RAGGED, pause + 1)
-        drafts.append(made)
-    quiet, busy = drafts
-    assert len(quiet) == 1
-    assert len(busy) == pause + 1
-    assert quiet[0] == busy[-1]
-    assert len({tuple(ids) for _, ids in quiet[0]}) > 1
+    monkeypatch.setattr(Drafter, "draft", watched)
+    run(scripted(model, lambda number, place: 3 if number == pause else 0), RAGGED, pause + 1)
+    (quiet,) = drafts
+    run(scripted(model, lambda number, place: 3 if number == pause else 1), RAGGED, pause + 1)
+    assert len(drafts) == 1 + pause + 1
+    assert drafts[-1] == quiet
+    assert len({tuple(token_ids) for _, token_ids in quiet}) > 1
 
 
 def test_a_head_that_does_not_catch_up_is_seen(base, scripted, monkeypatch):
@@ -195,19 +195,23 @@ def test_a_plain_round_is_one_pass_and_no_head(base, scripted, method):
     assert {each.num_committed for each in stats} == {25}
 
 
-@pytest.mark.parametrize("quality", ["good", "random", "adversarial"])
-@pytest.mark.parametrize(("method", "kind"), [("single-layer", "block"), ("hispec", "block"), ("hispec", "mlp")])
-@pytest.mark.parametrize("blocks", [200, 34], ids=["roomy", "preempted"])
-def test_texts_do_not_depend_on_lengths(base, scripted, quality, method, kind, blocks):
+@pytest.mark.parametrize("quality", ["good", "random"])
+def test_texts_do_not_depend_on_lengths(base, scripted, quality):
     base = shallow(base, 2 if quality == "good" else 4)
-    model = build_heads(base, quality, head=kind, committed_context=True)
-    engine = scripted(model, randomly(quality), method=method, num_blocks=blocks, max_prefill_tokens=9)
-    completions = engine.generate(PROMPTS, params_of(40))
-    assert [completion.token_ids for completion in completions] == [reference(base, p, 40) for p in PROMPTS]
-    if blocks == 34:
-        assert engine.stats.num_prefills > len(PROMPTS)
-    target = engine.stats.levels["target"]
-    assert 0 < target.drafted_per_position[0] < target.num_rounds
+    expected = [reference(base, prompt, 30) for prompt in RAGGED]
+    for method, kind, blocks in (
+        ("single-layer", "block", 200),
+        ("single-layer", "norm", 28),
+        ("hispec", "block", 28),
+        ("hispec", "mlp", 200),
+    ):
+        model = build_heads(base, quality, head=kind, committed_context=True)
+        engine = scripted(model, randomly(kind), method=method, num_blocks=blocks, max_prefill_tokens=9)
+        completions = engine.generate(RAGGED, params_of(30))
+        assert [completion.token_ids for completion in completions] == expected
+        assert (engine.stats.num_prefills > len(RAGGED)) == (blocks == 28)
+        target = engine.stats.levels["target"]
+        assert 0 < target.drafted_per_position[0] < target.num_rounds
 
 
 @pytest.mark.parametrize("architecture", ["qwen2-window", "gemma2", "opt"])
