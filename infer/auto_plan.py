@@ -1,14 +1,18 @@
 """`plan="auto"`: the planner's choice as options of an engine."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from ..heads import EarlyExitModel
 from .config import EngineConfig
 from .cost_file import machine_key, read_costs, write_costs
-from .cost_model import Costs
+from .cost_model import Acceptance, Costs, Setting
+from .draft_lengths import build_choice
 from .machine import measure_costs
 from .planner import Plan, measured_acceptance, plan
+from .round_policy import CostPolicy
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -21,12 +25,13 @@ BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
 
 def make_plan(
     model: EarlyExitModel, options: Mapping[str, Any], build_engine: "Callable[..., Engine]"
-) -> tuple[Plan, dict[str, Any]]:
-    """The plan for the engine that `options` describe, and these with the choice for `max_num_seqs` sequences.
+) -> tuple[Plan, dict[str, Any], CostPolicy | None]:
+    """The plan of the engine that `options` describe, these with its method, exits and longest drafts, and what
+    chooses the lengths of each round; None where nothing is ever drafted.
 
     Raises ValueError for options that contradict, and where the model's adapter tells no measured acceptance.
     """
-    for name in (*PLANNED, "exact"):
+    for name in (*PLANNED, "draft_policy", "exact"):
         if options.get(name, False) not in (None, False):
             raise ValueError(
                 f"plan='auto' does not go with {name}={options[name]!r}"
@@ -37,13 +42,16 @@ def make_plan(
     costs = model_costs(model, options, build_engine, max_batch=size, anew=bool(options.get("replan")))
     sizes = sorted({each for each in BATCH_SIZES if each < size} | {size})
     made = plan(costs, acceptance, sizes)
-    return made, {name: value for name, value in options.items() if name not in PLANNED} | setting_options(made, size)
+    made = replace(made, choices=made.engine_choices)
+    planned = {name: getattr(made.engine, name) for name in PLANNED}
+    return made, {**options, **planned}, build_policy(costs, acceptance, made.engine)
 
 
-def setting_options(made: Plan, batch_size: int) -> dict[str, Any]:
-    """The options of an engine that a plan chooses for so many sequences."""
-    setting = made.at(batch_size)
-    return {name: getattr(setting, name) for name in PLANNED}
+def build_policy(costs: Costs, acceptance: Acceptance, engine: Setting) -> CostPolicy | None:
+    """For rounds of an engine with these exits and longest drafts; texts begin with the measured shares."""
+    choice = build_choice(costs, acceptance, engine)
+    shares = [acceptance.hops[hop][0] for hop in pairwise([*engine.exit_layers, costs.num_layers])]
+    return None if choice is None else CostPolicy(choice, shares)
 
 
 def model_costs(

@@ -214,3 +214,17 @@ def _interpolate(points: Items[int], values: Items[float], place: float) -> floa
         # Two noisy points may fall; more rows never take less time.
         return values[-1] + (share - 1) * max(0.0, rise)
     return values[index] + share * rise
+
+
+def drafted_token_seconds(costs: Costs, exit_layer: int, batch_size: float) -> float:
+    """Seconds of drafting one token of each of so many sequences: its pass, its head and its draw."""
+    scored = costs.exit_heads[exit_layer].at(batch_size, 1) + costs.per_draw.at(batch_size, 1)
+    return _pass(costs, 0, exit_layer, batch_size) + scored
+
+
+def verified_draft_seconds(costs: Costs, exit_layer: int, batch_size: float, num_drafted: float) -> float:
+    """Seconds of a round by `single-layer` behind its draws, where sequences have drafted so many tokens on average:
+    the newest token of each through the lower level, and the target's verification."""
+    return _pass(costs, 0, exit_layer, batch_size) + _verify(
+        costs, exit_layer, costs.num_layers, batch_size, num_drafted + 1
+    )

@@ -23,13 +23,14 @@ from .exact import build_exact
 from .follower import Delta, Follower, StreamerFeed
 from .hierarchy import Hierarchy
 from .kv_cache import KVCache, bytes_per_token
-from .levels import METHODS, build_levels, build_policies, draft_lengths, level_names
+from .levels import METHODS, build_levels, build_policies, draft_lengths, level_names, max_lag, window_size
 from .logits_processor import LogitsProcessor
 from .memory import default_num_blocks, should_pack
 from .model_runner import ModelRunner
 from .planner import Plan
 from .prompt import Prompt, PromptEncoder
 from .proposer import build_proposer
+from .round_policy import RoundPolicy
 from .scheduler import Scheduler
 from .sequence import Sequence
 from .stats import Stats
@@ -47,9 +48,10 @@ class Engine:
         self.model = model
         self.tokenizer = tokenizer
         self.plan: Plan | None = None
-        """What the option `plan` led to."""
+        """What the option `plan` led to: this engine's lengths by the number of sequences that run."""
+        round_policy: RoundPolicy | None = None
         if options.get("plan") is not None:
-            self.plan, options = make_plan(model, options, Engine)
+            self.plan, options, round_policy = make_plan(model, options, Engine)
         self.config = EngineConfig(**options)
         backbone = model.backbone
         levels = build_levels(model, self.config.method, self.config.exit_layers)
@@ -72,7 +74,6 @@ class Engine:
             backbone.dtype,
             backbone.device,
         )
-        # The window holds a round's positions, the newest token, and the one whose context reaches one further back.
         is_exact = self.config.exact
         by_varlen = not is_exact and can_use_varlen(kv_cache, backbone.num_heads)
         if self.config.cuda_graphs and not by_varlen:
@@ -85,7 +86,8 @@ class Engine:
             levels,
             kv_cache,
             self.config.max_num_seqs,
-            window=max_proposed + 3,
+            window=window_size(self.config, len(levels) - 1),
+            max_lag=max_lag(self.config),
             is_exact=is_exact,
             by_varlen=by_varlen,
             uses_graphs=by_varlen and self.config.cuda_graphs is not False,
@@ -96,7 +98,9 @@ class Engine:
         self._level_names = level_names(self.config, levels)
         policies = build_policies(self.config, lengths)
         proposer = build_proposer(self.config, self._runner, policies, generator)
-        self._hierarchy = Hierarchy(self._runner, policies, generator, proposer, is_exact=is_exact)
+        self._hierarchy = Hierarchy(
+            self._runner, policies, generator, proposer, round_policy=round_policy, is_exact=is_exact
+        )
         self._scheduler = Scheduler(
             BlockManager(num_blocks, self.config.block_size),
             self.config.max_num_seqs,

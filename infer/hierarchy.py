@@ -7,6 +7,10 @@ token by token. Autoregressive decoding is the target with nothing below it, sin
 below, HiSpec two; for other methods a `Proposer` drafts what the target verifies. Before a level verifies, the last
 proposed token has been run through the levels below, so that full acceptance always brings a bonus token. A level below
 the target may propose more than it was asked for: its last verification is not cut short.
+
+A round in which nothing is drafted is a plain step: one pass through all layers, and no head runs. Heads with keys and
+values of their own then fall behind; they catch up, many positions in one pass, before the states that they have not
+seen leave the windows, or when the next draft asks them.
 """
 
 import time
@@ -22,6 +26,7 @@ from .logits_reader import Rows, read_logits
 from .model_runner import ModelRunner
 from .policy import FixedPolicy, Policy, updated_share
 from .proposer import Proposer
+from .round_policy import RoundPolicy
 from .sampling import draw
 from .sequence import Chunk, Logprob, Proposal, Sequence
 from .stats import timed
@@ -38,12 +43,14 @@ class Hierarchy:
         generator: torch.Generator,
         proposer: Proposer | None = None,
         *,
+        round_policy: RoundPolicy | None = None,  # in place of what `policies` say of lengths
         is_exact: bool = False,  # sample each row by itself
     ) -> None:
         self._runner = runner
         self._proposer = proposer
         self._first_name = 0 if proposer is None else proposer.num_names
         self._policies = policies
+        self._round_policy = round_policy
         self._read = partial(read_logits, vocab_size=runner.model.backbone.vocab_size, one_by_one=is_exact)
         self._generator = generator
         self._top = len(runner.levels) - 1
@@ -61,6 +68,8 @@ class Hierarchy:
             _, next_ids = self._verify_rows(sequences, [[] for _ in sequences], rows)
             for sequence, row, token_id, part in zip(sequences, rows, next_ids, logits.split(1), strict=True):
                 sequence.is_read = True
+                if self._round_policy is not None and sequence.stats.num_prefills == 0:
+                    sequence.kept_shares = self._round_policy.first_shares()
                 if row.first_failure is not None:
                     sequence.fail()
                     continue
@@ -72,6 +81,15 @@ class Hierarchy:
 
     def round(self, sequences: list[Sequence]) -> None:
         """Commit at least one token for each sequence."""
+        if self._round_policy is not None:
+            # Before any token of the round is drawn: its length may depend on nothing but tokens that are verified.
+            chosen = self._round_policy.choose([sequence.kept_shares for sequence in sequences])
+            for sequence, asked in zip(sequences, chosen, strict=True):
+                sequence.asked = asked
+        for level in range(self._top):
+            if self._runner.must_catch_up(level, sequences):
+                with self._timed(level, sequences):
+                    self._runner.complete_head(level, sequences)
         self._verify(self._top, sequences)
 
     def _propose(self, level: int, sequences: list[Sequence]) -> None:
@@ -109,18 +127,23 @@ class Hierarchy:
             num_added = 0 if level == self._top else 1
             policy = self._policies[level - 1]
             for s in sequences:
-                s.wanted[level - 1] = min(policy.length(s.kept_shares[level - 1]), s.room - num_added)
+                length = policy.length(s.kept_shares[level - 1]) if s.asked is None else s.asked[level - 1]
+                s.wanted[level - 1] = min(length, s.room - num_added)
             if self._proposer is not None:
                 self._proposer.propose(sequences)
             else:
                 self._propose(level - 1, sequences)
-        for lower in range(level):
+        is_plain = level == self._top and all(s.num_computed[0] == s.num_computed[-1] for s in sequences)
+        for lower in range(0 if is_plain else level):
             with self._timed(lower, sequences):
                 self._runner.advance(lower, sequences)
         with self._timed(level, sequences):
             drafts = [sequence.proposed[level - 1] if has_drafts else [] for sequence in sequences]
             starts = [s.num_known - 1 - len(draft) for s, draft in zip(sequences, drafts, strict=True)]
-            self._runner.advance(level, sequences)
+            if is_plain:
+                self._runner.advance_whole(sequences)
+            else:
+                self._runner.advance(level, sequences)
             logits, rows = self._score(level, sequences, starts)
             accepted, next_ids = self._verify_rows(sequences, drafts, rows)
         name = self._runner.levels[level].name
@@ -134,8 +157,7 @@ class Hierarchy:
             origins = [proposal.origin for proposal in drafts[b][: accepted[b]]] + [self._first_name + level]
             sequence.stats.levels[name].count_verification(len(drafts[b]), accepted[b])
             if has_drafts:
-                share = sequence.kept_shares[level - 1]
-                sequence.kept_shares[level - 1] = updated_share(share, len(drafts[b]), accepted[b])
+                self._observe(sequence, level, len(drafts[b]), accepted[b])
             sequence.rollback(starts[b] + accepted[b] + 1, level)
             if rows[b].first_failure is not None:
                 self._runner.erase_stale(sequence)
@@ -146,6 +168,18 @@ class Hierarchy:
                     sequence.fail()
             else:
                 sequence.proposed[level].extend(_proposals(kept, origins, rows[b]))
+
+    def _observe(self, sequence: Sequence, level: int, num_drafted: int, num_accepted: int) -> None:
+        """Learn how often what the level below proposes is kept."""
+        shares = sequence.kept_shares
+        if self._round_policy is None:
+            shares[level - 1] = updated_share(shares[level - 1], num_drafted, num_accepted)
+            return
+        shares[level - 1] = self._round_policy.updated_share(
+            level - 1, shares[level - 1], num_drafted, num_accepted, sequence.num_plain_rounds
+        )
+        if level == self._top:
+            sequence.num_plain_rounds = 0 if num_drafted else sequence.num_plain_rounds + 1
 
     def _score(self, level: int, sequences: list[Sequence], starts: list[int]) -> tuple[list[Tensor], list[Rows]]:
         """Logits and what they say, for each sequence, at the positions from `starts` to the newest."""

@@ -84,6 +84,25 @@ def draft_lengths(config: EngineConfig, num_exits: int) -> list[int]:
     }[config.method]
 
 
+MAX_LAG = 64
+"""Positions that an exit head may fall behind where rounds may draft nothing. Longer makes windows of hidden states
+larger; shorter costs more: each time the head's one layer is read once for so many tokens of each sequence."""
+
+
+def max_lag(config: EngineConfig) -> int:
+    """The most committed positions that a head has not seen when a round begins.
+
+    A method that always drafts leaves two: the last token that a level below the target added, and the target's own.
+    """
+    return 2 if config.plan is None else MAX_LAG
+
+
+def window_size(config: EngineConfig, num_exits: int) -> int:
+    """Positions whose states are kept: what a head has not seen, a round's proposals, and one further back, whose final
+    state is the context of the first."""
+    return max_lag(config) + sum(draft_lengths(config, num_exits)) + 1
+
+
 def build_policies(config: EngineConfig, lengths: Items[int]) -> list[Policy]:
     """One for each of `lengths`."""
     if config.draft_policy == "fixed":

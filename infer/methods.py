@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..heads import EarlyExitModel
-from .config import Method, SamplingParams
+from .config import Method
 from .peers import build_early_exit, build_generate, build_generate_batch, build_prompt_lookup
-from .way import Answers, Way, WaySettings, build_engine, build_planned, engine_way
+from .way import Way, WaySettings, build_engine, build_planned, engine_way
 
 Promise = Literal["lossless", "lossy", "peer"]
 BASELINE = "generate"
@@ -43,16 +43,8 @@ def _ours(method: Method, about: str, num_heads: int) -> BenchMethod:
 
 
 def _build_auto(model: EarlyExitModel, settings: WaySettings) -> Way:
-    """By batch size the engine that the planner chooses for it."""
-    ways: dict[int, Way] = {}
-
-    def run(prompts: list[list[int]], params: SamplingParams) -> Answers:
-        size = len(prompts)
-        if size not in ways:
-            ways[size] = engine_way(build_planned(model, size, settings))
-        return ways[size](prompts, params)
-
-    return run
+    """One engine for all batch sizes, as a server has it."""
+    return engine_way(build_planned(model, settings))
 
 
 METHODS = {

@@ -35,6 +35,7 @@ class ModelRunner:
         num_rows: int,
         window: int,
         *,
+        max_lag: int,  # see `must_catch_up`
         is_exact: bool = False,  # attend as exact mode does; the model must be row-invariant
         by_varlen: bool = False,  # attend by the GPU's paged kernel
         uses_graphs: bool = False,  # with it: replay passes of few rows as CUDA graphs
@@ -43,6 +44,7 @@ class ModelRunner:
         self.levels = levels
         self._kv_cache = kv_cache
         self._window = window
+        self._max_lag = max_lag
         backbone = model.backbone
         self.device = backbone.device
         # One row more than sequences have: nobody's.
@@ -51,10 +53,15 @@ class ModelRunner:
         self._hidden = [torch.zeros_like(self._final_states) for _ in levels[:-1]]
         self._layers = [self._layers_part(index) for index in range(len(levels))]
         self._heads = [self._head_part(index) for index in range(len(levels) - 1)]
+        parts = [*self._layers, *self._heads]
+        self._whole = self._layers[0]
+        if len(levels) > 1:
+            self._whole = Part("layers of all levels", self._run_all_layers, range(backbone.num_layers))
+            parts.append(self._whole)
         self._packer = RowPacker(
             kv_cache, window, num_rows + 1, backbone.device, is_exact=is_exact, by_varlen=by_varlen
         )
-        self._run = PassRunner(self._packer, kv_cache, [*self._layers, *self._heads], uses_graphs=uses_graphs)
+        self._run = PassRunner(self._packer, kv_cache, parts, uses_graphs=uses_graphs)
 
     def vocab_ids(self, index: int) -> Tensor | None:  # [V_d] int64
         """The token ids that level `index` scores; None is the whole vocabulary."""
@@ -107,6 +114,16 @@ class ModelRunner:
             self._count_layers(index, sequence, stop)
 
     @torch.inference_mode()
+    def advance_whole(self, sequences: list[Sequence]) -> None:
+        """Run all levels in one pass over all known tokens; each level must have seen the same ones before."""
+        bounds = [(sequence.num_computed[0], sequence.num_known) for sequence in sequences]
+        (rows,) = self._run.pack([self._whole], [Pass(sequences, bounds, has_ids=True)])
+        self._run(self._whole, rows)
+        for index in range(len(self.levels)):
+            for sequence, (_, stop) in zip(sequences, bounds, strict=True):
+                self._count_layers(index, sequence, stop)
+
+    @torch.inference_mode()
     def erase_stale(self, sequence: Sequence) -> None:
         """Forget keys and values behind all that stands: NaN among them would reach others through its mask."""
         self._kv_cache.erase(sequence.block_table, max(sequence.num_computed))
@@ -127,6 +144,12 @@ class ModelRunner:
         for sequence, (_, stop) in zip(sequences, bounds, strict=True):
             self._count_head(index, sequence, stop)
         return logits
+
+    def must_catch_up(self, index: int, sequences: list[Sequence]) -> bool:
+        """Whether a round may not begin before `complete_head`: else states would leave the window unseen."""
+        return bool(self._heads[index].kv_layers) and any(
+            len(sequence.token_ids) - sequence.num_head_computed[index] > self._max_lag for sequence in sequences
+        )
 
     @torch.inference_mode()
     def complete_head(self, index: int, sequences: list[Sequence]) -> None:
@@ -219,6 +242,10 @@ class ModelRunner:
             self._final_states[rows.window_slots] = backbone.final_norm(hidden)[0]
         else:
             self._hidden[index][rows.window_slots] = hidden[0]
+
+    def _run_all_layers(self, rows: PackedRows) -> None:
+        for index in range(len(self.levels)):
+            self._run_layers(index, rows)
 
     def _run_head(self, index: int, rows: PackedRows) -> Tensor:  # [T, D]
         head = self._head(index)

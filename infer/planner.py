@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
+from math import log
 from typing import Any
 
 from .cost_model import Acceptance, Costs, Prediction, Setting, predict
@@ -31,6 +32,10 @@ class Plan:
     """By batch size, rising; a size between two goes by the smaller one."""
     plain: Mapping[int, Prediction]
     """By batch size: what plain decoding would do."""
+    engine: Setting
+    """What one engine for all of these sizes is built with: method, exits, and the longest drafts of any round."""
+    engine_choices: Mapping[int, Prediction]
+    """By batch size: what that engine does where drafts are kept as was measured; its rounds follow what is kept."""
 
     def at(self, batch_size: int) -> Setting:
         """The setting for so many sequences."""
@@ -59,12 +64,35 @@ def plan(costs: Costs, acceptance: Acceptance, batch_sizes: Items[int]) -> Plan:
     """The fastest setting by `predict` for each batch size, plain decoding unless another one wins by `MARGIN`."""
     settings = list(candidates(sorted(costs.exit_heads)))
     plain = {size: predict(AUTOREGRESSIVE, costs, acceptance, size) for size in sorted(batch_sizes)}
-    choices = {}
-    for size in plain:
-        best = _shortest_of_the_best([predict(each, costs, acceptance, size) for each in settings])
-        wins = best.tokens_per_second > plain[size].tokens_per_second * MARGIN
-        choices[size] = best if wins else plain[size]
-    return Plan(choices=choices, plain=plain)
+    found = {size: [predict(each, costs, acceptance, size) for each in settings] for size in plain}
+    choices = {size: _choose(found[size], plain[size]) for size in plain}
+    # An engine has one method and exits, and may be plain in any round: it loses nothing where drafts do not pay.
+    engines = {}
+    for setting in map(_longest, settings):
+        engines[setting] = {
+            size: _choose([each for each in found[size] if _longest(each.setting) == setting], plain[size])
+            for size in plain
+        }
+
+    def gain(setting: Setting) -> float:
+        rates = engines[setting]
+        return sum(log(rates[size].tokens_per_second / plain[size].tokens_per_second) for size in plain)
+
+    engine = max(engines, key=gain)
+    return Plan(choices=choices, plain=plain, engine=engine, engine_choices=engines[engine])
+
+
+def _choose(predictions: Items[Prediction], plain: Prediction) -> Prediction:
+    best = _shortest_of_the_best([plain, *predictions])
+    return best if best.tokens_per_second > plain.tokens_per_second * MARGIN else plain
+
+
+def _longest(setting: Setting) -> Setting:
+    """The same method and exits with the longest drafts."""
+    if setting.method == "autoregressive":
+        return setting
+    provisional = MAX_PROVISIONAL_TOKENS if setting.method == "hispec" else setting.num_provisional_tokens
+    return replace(setting, num_draft_tokens=MAX_DRAFT_TOKENS, num_provisional_tokens=provisional)
 
 
 def _shortest_of_the_best(predictions: Items[Prediction]) -> Prediction:
@@ -122,7 +150,25 @@ def describe(plan: Plan) -> str:
             f"{size:>5}  {chosen.setting!s:<42} {chosen.tokens_per_second:8.1f} {plain.tokens_per_second:8.1f} "
             f"{ratio:6.2f}  {_reason(chosen, plain)}"
         )
-    return "\n".join(lines)
+    return "\n".join([*lines, _describe_engine(plan)])
+
+
+def _describe_engine(plan: Plan) -> str:
+    engine, sizes = plan.engine, list(plan.engine_choices)
+    title = f'plan="auto" for up to {sizes[-1]} sequence{"s" * (sizes[-1] > 1)}: {engine.method}'
+    if engine.method == "autoregressive":
+        return title
+    lengths = ", ".join(f"{size}: {_lengths(plan.engine_choices[size].setting)}" for size in sizes)
+    return (
+        f"{title} at {', '.join(map(str, engine.exit_layers))}; tokens drafted, by sequences that run, {lengths}; "
+        "each round follows what is kept"
+    )
+
+
+def _lengths(setting: Setting) -> str:
+    if setting.method == "autoregressive":
+        return "0"
+    return str(setting.num_draft_tokens) + f"/{setting.num_provisional_tokens}" * (setting.method == "hispec")
 
 
 def _reason(chosen: Prediction, plain: Prediction) -> str:

@@ -54,10 +54,15 @@ class DynamicPolicy:
 Policy = FixedPolicy | DynamicPolicy
 
 
-def updated_share(kept_share: float, num_drafted: int, num_accepted: int) -> float:
+def updated_share(
+    kept_share: float,
+    num_drafted: int,
+    num_accepted: int,
+    memory: float = MEMORY,  # weight of the past after one more token
+) -> float:
     """The running share of kept tokens after one more verification; tokens behind the first rejected say nothing."""
     num_judged = min(num_drafted, num_accepted + 1)
     if num_judged == 0:
         return kept_share
-    weight = MEMORY**num_judged
+    weight = memory**num_judged
     return weight * kept_share + (1 - weight) * num_accepted / num_judged

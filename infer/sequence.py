@@ -63,6 +63,10 @@ class Sequence:
     """By level below the target: positions in its head's own KV cache."""
     kept_shares: list[float] = field(init=False)
     """By level below the target: the running share of its tokens that the next level kept."""
+    num_plain_rounds: int = 0
+    """Rounds in a row in which nothing was drafted for it."""
+    asked: tuple[int, ...] | None = None
+    """By level below the target: the longest draft in this round, where a `RoundPolicy` chose before it began."""
     wanted: list[int] = field(init=False)
     """By level below the target: how many tokens the next level asks of it in this round."""
     block_table: list[int] = field(default_factory=list)

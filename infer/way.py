@@ -75,13 +75,17 @@ def build_engine(model: EarlyExitModel, method: Method, settings: WaySettings) -
     )
 
 
-def build_planned(model: EarlyExitModel, batch_size: int, settings: WaySettings) -> Engine:
-    """An engine as `build_engine` makes it, by the planner's choice for so many prompts.
+def build_planned(model: EarlyExitModel, settings: WaySettings) -> Engine:
+    """An engine as `build_engine` makes it, by the planner's choice for batches up to the largest.
 
     Raises ValueError where nothing tells how often the model's heads are right.
     """
     return Engine(
-        model, plan="auto", max_num_seqs=batch_size, block_size=BLOCK_SIZE, num_blocks=settings.num_blocks_by_plan
+        model,
+        plan="auto",
+        max_num_seqs=settings.max_num_seqs,
+        block_size=BLOCK_SIZE,
+        num_blocks=settings.num_blocks_by_plan,
     )
 
 

@@ -109,11 +109,13 @@ def test_acceptance_comes_with_the_adapter(adapter, tmp_path):
 def test_an_engine_plans_for_itself(adapter, cheap):
     base, folder = adapter
     engine = Engine.from_base(base, adapter=folder, plan="auto", max_num_seqs=4)
-    setting = engine.plan.at(4)
+    setting = engine.plan.engine
     assert setting.method != "autoregressive"
     for name in auto_plan.PLANNED:
         assert getattr(engine.config, name) == getattr(setting, name)
-    assert str(setting) in describe(engine.plan)
+    assert {each.setting.method for each in engine.plan.choices.values()} <= {setting.method, "autoregressive"}
+    printed = describe(engine.plan)
+    assert all(str(engine.plan.at(size)) in printed for size in (1, 2, 4))
     completions = engine.generate(PROMPTS, SamplingParams(max_new_tokens=12))
     assert [c.token_ids for c in completions] == [reference(base, prompt, 12) for prompt in PROMPTS]
     assert cheap == [4]
@@ -146,6 +148,7 @@ def test_heads_that_are_never_right_do_not_serve(adapter, cheap):
         ({"method": "hispec"}, "plan='auto' does not go with method='hispec', which it chooses"),
         ({"num_draft_tokens": 3}, "does not go with num_draft_tokens=3"),
         ({"exit_layers": (2,)}, "does not go with exit_layers"),
+        ({"draft_policy": "dynamic"}, "does not go with draft_policy='dynamic', which it chooses"),
         ({"exact": True}, "does not go with exact=True"),
         ({"plan": "best"}, "plan 'best' is unknown"),
         ({"plan": None, "replan": True}, "replan goes with plan='auto' alone"),
@@ -246,8 +249,9 @@ def test_the_command_on_paper(capsys):
     flags = ["--what-if", "llama3-8b", "--device", "h100", "--acceptance", "0.8,0.9"]
     assert command.main([*flags, "--batch-size", "1,16"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == ["batch", "1", "16"]
+    assert [line.split()[0] for line in lines] == ["batch", "1", "16", 'plan="auto"']
     assert "hispec at 4, 8" in lines[1]
+    assert "for up to 16 sequences: hispec at 4, 8; tokens drafted, by sequences that run, 1: " in lines[3]
     assert command.main([*flags[:-1], "0.01,0.01", "--json"]) == 0
     records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [record["batch_size"] for record in records] == [1, 4, 16]
@@ -312,7 +316,7 @@ def test_the_benchmark_plans_and_runs_the_plan(adapter, cheap, tmp_path, capsys)
     assert bench.main([*model, *flags, "--methods", "auto", "--batch-size", "1,2"]) == 0
     cells = json.loads((tmp_path / "out" / "benchmark.json").read_text())["cells"]
     assert {(cell["method"], cell["batch_size"]) for cell in cells} >= {("auto", 1), ("auto", 2)}
-    assert cheap == [2, 1]  # for two texts, which the benchmark finds again, and for one
+    assert cheap == [2]  # one engine for both sizes; the benchmark finds again what the plan measured
 
 
 def test_verify_prints_what_was_measured_beside_what_was_said(adapter, cheap, tmp_path, capsys, monkeypatch):

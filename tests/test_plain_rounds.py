@@ -1,0 +1,264 @@
+"""Rounds of any length, none included: that they cost what they must, change no text, and leave heads as they were."""
+
+import random
+
+import pytest
+import torch
+
+from hispec.infer import Engine, SamplingParams, levels
+from hispec.infer import engine as engine_module
+from hispec.infer.drafter import Drafter
+from hispec.infer.model_runner import ModelRunner
+
+from .models import build_heads, reference, shallow
+from .test_lossless_greedy import PROMPTS
+from .test_lossless_sampling import PLAIN, deviations, is_lossless, sample
+from .test_lossless_sampling import model as sampled_model  # noqa: F401  a fixture
+
+RAGGED = [PROMPTS[index] for index in (1, 4, 2, 6)]
+SPARSE = {"num_draft_tokens": 3, "num_provisional_tokens": 4, "block_size": 4}
+
+
+class Script:
+    """A policy that does as it is told: `ask(round, sequence)` is the number of tokens for each level."""
+
+    def __init__(self, ask, num_levels):
+        self._ask, self._num_levels, self.num_rounds = ask, num_levels, 0
+
+    def first_shares(self):
+        return [0.5] * self._num_levels
+
+    def choose(self, kept_shares):
+        asked = [self._ask(self.num_rounds, place) for place in range(len(kept_shares))]
+        self.num_rounds += 1
+        return [(number,) * self._num_levels for number in asked]
+
+    def updated_share(self, level, kept_share, num_drafted, num_accepted, num_plain_rounds):
+        assert num_plain_rounds >= 0
+        return kept_share
+
+
+def randomly(seed, most=3):
+    """Any length in any round, with long stretches of none."""
+
+    def ask(number, place):
+        is_quiet = random.Random(f"{seed} {number // 9}").random() < 0.5
+        return 0 if is_quiet else random.Random(f"{seed} {number} {place}").randint(0, most)
+
+    return ask
+
+
+@pytest.fixture
+def scripted(monkeypatch):
+    """Make engines whose rounds a script decides; short windows wrap soon."""
+    monkeypatch.setattr(levels, "MAX_LAG", 5)
+
+    def make(model, ask, *, method="single-layer", **options):
+        script = Script(ask, {"single-layer": 1, "hispec": 2}[method])
+        with monkeypatch.context() as patch:
+            patch.setattr(engine_module, "make_plan", lambda model, options, build: (None, options, script))
+            return Engine(model, plan="auto", method=method, **({"num_blocks": 200} | SPARSE | options))
+
+    return make
+
+
+def params_of(max_new_tokens):
+    return SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True)
+
+
+def run(engine, prompts, num_rounds):
+    """So many rounds in which all prompts decode; their sequences."""
+    for prompt in prompts:
+        engine.add_request(prompt, params_of(100))
+    sequences = [sequence for texts in engine._unfinished.values() for sequence in texts]
+    while not all(sequence.is_read for sequence in sequences):
+        engine.advance()
+    for _ in range(num_rounds):
+        engine.advance()
+    return sequences
+
+
+def head_cache(engine, sequence, level):
+    """Keys and values of a level's head, as far as it has come."""
+    cache, head = engine._runner._kv_cache, engine._runner._head(level)
+    slots = [
+        sequence.block_table[position // cache.block_size] * cache.block_size + position % cache.block_size
+        for position in range(sequence.num_head_computed[level])
+    ]
+    return cache.keys[head.kv_layer][slots], cache.values[head.kv_layer][slots]
+
+
+def same_caches(engine, sequences, other, others, level):
+    """How many positions both have, by sequence; raises where they differ."""
+    numbers = []
+    for sequence, twin in zip(sequences, others, strict=True):
+        number = min(sequence.num_head_computed[level], twin.num_head_computed[level])
+        assert sequence.token_ids[:number] == twin.token_ids[:number]
+        for mine, its in zip(head_cache(engine, sequence, level), head_cache(other, twin, level), strict=True):
+            torch.testing.assert_close(mine[:number], its[:number], rtol=1e-4, atol=1e-4)
+        numbers.append(number)
+    return numbers
+
+
+@pytest.mark.parametrize(
+    ("num_plain", "head"),
+    [(0, "block"), (1, "block"), (4, "lora"), (5, "block"), (6, "block"), (7, "block"), (40, "lora")],
+)
+def test_heads_that_paused_are_as_if_they_had_always_drafted(base, scripted, num_plain, head):
+    options = {"lora_rank": 4} if head == "lora" else {}
+    model = build_heads(shallow(base, 4), "random", (2,), head=head, committed_context=True, **options)
+    paused = scripted(model, lambda number, place: int(number >= num_plain))
+    always = scripted(model, lambda number, place: 1)
+    sequences, others = run(paused, RAGGED, num_plain + 1), run(always, RAGGED, num_plain + 1)
+    numbers = same_caches(paused, sequences, always, others, 0)
+    # The head has seen the newest token of its last round.
+    assert [n - len(prompt) for n, prompt in zip(numbers, RAGGED, strict=True)] == [num_plain + 1] * len(RAGGED)
+
+
+@pytest.mark.parametrize("num_plain", [3, 30])
+def test_both_heads_of_hispec_catch_up(base, scripted, num_plain):
+    model = build_heads(shallow(base, 4), "random")
+    paused = scripted(model, lambda number, place: 2 * int(number >= num_plain), method="hispec")
+    always = scripted(model, lambda number, place: 1, method="hispec")
+    sequences, others = run(paused, RAGGED, num_plain + 1), run(always, RAGGED, num_plain + 1)
+    for level in (0, 1):
+        numbers = same_caches(paused, sequences, always, others, level)
+        assert all(n >= len(prompt) + num_plain + 1 for n, prompt in zip(numbers, RAGGED, strict=True))
+
+
+def test_drafts_after_a_pause_are_those_of_an_engine_that_always_drafted(base, scripted, monkeypatch):
+    """What it drafted before was never kept, so that both are at the same token in every round."""
+    model = build_heads(shallow(base, 4), "random", (0,), committed_context=True, draft_vocab_size=48)
+    pause, draft = 29, Drafter.draft
+    texts = Engine(model, method="autoregressive", num_blocks=200).generate(RAGGED, params_of(pause + 9))
+    (never_said, *_) = set(range(48)) - {token_id for completion in texts for token_id in completion.token_ids}
+    drafts = []
+
+    def watched(self, sequences, counts):
+        found = draft(self, sequences, counts)
+        drafts.append(
+            [(len(s.token_ids), [p.token_id for p in each]) for s, each in zip(sequences, found, strict=True)]
+        )
+        is_last = counts == [3] * len(counts)
+        return found if is_last else [[p._replace(token_id=never_said) for p in each] for each in found]
+
+    monkeypatch.setattr(Drafter, "draft", watched)
+    run(scripted(model, lambda number, place: 3 if number == pause else 0), RAGGED, pause + 1)
+    (quiet,) = drafts
+    run(scripted(model, lambda number, place: 3 if number == pause else 1), RAGGED, pause + 1)
+    assert len(drafts) == 1 + pause + 1
+    assert drafts[-1] == quiet
+    assert len({tuple(token_ids) for _, token_ids in quiet}) > 1
+
+
+def test_a_head_that_does_not_catch_up_is_seen(base, scripted, monkeypatch):
+    model = build_heads(shallow(base, 4), "random", (2,), committed_context=True)
+    monkeypatch.setattr(ModelRunner, "must_catch_up", lambda self, index, sequences: False)
+    paused = scripted(model, lambda number, place: int(number >= 30))
+    always = scripted(model, lambda number, place: 1)
+    sequences, others = run(paused, RAGGED, 31), run(always, RAGGED, 31)
+    with pytest.raises(AssertionError, match="Tensor-likes are not close"):
+        same_caches(paused, sequences, always, others, 0)
+
+
+@pytest.mark.parametrize("method", ["single-layer", "hispec"])
+def test_a_plain_round_is_one_pass_and_no_head(base, scripted, method):
+    model = build_heads(shallow(base, 4), "random", (2, 4), committed_context=True)
+    engine = scripted(model, lambda number, place: 0, method=method)
+    passes, calls = [], []
+    call = engine._runner._run.__class__.__call__
+
+    def counted(self, part, rows):
+        passes.append(part.name)
+        return call(self, part, rows)
+
+    hooks = [head.register_forward_hook(lambda *arguments: calls.append(1)) for head in model.heads]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine._runner._run.__class__, "__call__", counted)
+        sequences = run(engine, RAGGED, 0)
+        passes.clear()
+        calls.clear()
+        for _ in range(4):
+            engine.advance()
+        assert passes == ["layers of all levels"] * 4
+        assert not calls
+        passes.clear()
+        for _ in range(20):
+            engine.advance()
+    for hook in hooks:
+        hook.remove()
+    heads = 2 if method == "hispec" else 1
+    assert len(passes) == 20 + len(calls)
+    assert len(calls) in (3 * heads, 4 * heads)  # after each five positions, all sequences at once
+    stats = [sequence.stats for sequence in sequences]
+    assert all(each.levels["target"].num_drafted == 0 for each in stats)
+    assert {each.num_committed for each in stats} == {25}
+
+
+@pytest.mark.parametrize("quality", ["good", "random"])
+def test_texts_do_not_depend_on_lengths(base, scripted, quality):
+    base = shallow(base, 2 if quality == "good" else 4)
+    expected = [reference(base, prompt, 30) for prompt in RAGGED]
+    for method, kind, blocks in (
+        ("single-layer", "block", 200),
+        ("single-layer", "norm", 28),
+        ("hispec", "block", 28),
+        ("hispec", "mlp", 200),
+    ):
+        model = build_heads(base, quality, head=kind, committed_context=True)
+        engine = scripted(model, randomly(kind), method=method, num_blocks=blocks, max_prefill_tokens=9)
+        completions = engine.generate(RAGGED, params_of(30))
+        assert [completion.token_ids for completion in completions] == expected
+        assert (engine.stats.num_prefills > len(RAGGED)) == (blocks == 28)
+        target = engine.stats.levels["target"]
+        assert 0 < target.drafted_per_position[0] < target.num_rounds
+
+
+@pytest.mark.parametrize("architecture", ["qwen2-window", "gemma2", "opt"])
+def test_every_kind_of_attention(make_base, scripted, architecture):
+    base = shallow(make_base(architecture), 4)
+    model = build_heads(base, "random", (0, 3), committed_context=True)
+    engine = scripted(model, randomly(architecture), method="hispec")
+    completions = engine.generate(RAGGED, params_of(30))
+    assert [completion.token_ids for completion in completions] == [reference(base, p, 30) for p in RAGGED]
+
+
+def test_heads_are_right_whatever_happens_to_their_mates(base, scripted):
+    """Some are aborted, some preempted, some come later: each head is as if its text alone had always been drafted."""
+    model = build_heads(shallow(base, 4), "random", (2,), committed_context=True)
+    busy = scripted(model, lambda number, place: randomly("mates", 1)(number, place), num_blocks=40)
+    first = run(busy, RAGGED, 7)
+    busy.abort(first[0].request_id)
+    busy.abort(first[2].request_id)
+    later = run(busy, [PROMPTS[3], PROMPTS[5]], 0)
+    for _ in range(20):
+        busy.advance()
+    busy._hierarchy._round_policy._ask = lambda number, place: 1
+    while not all(sequence.is_read for sequence in later):
+        busy.advance()
+    busy.advance()
+    remaining = [sequence for sequence in later if sequence.is_read]
+    assert len(remaining) == 4
+    assert any(sequence.stats.num_prefills > 1 for sequence in remaining)
+    always = scripted(model, lambda number, place: 1)
+    others = run(always, [sequence.prompt_ids for sequence in remaining], 60)
+    numbers = same_caches(busy, remaining, always, others, 0)
+    assert all(n > len(s.prompt_ids) + 15 for n, s in zip(numbers, remaining, strict=True))
+
+
+@pytest.mark.parametrize("seeded", [False, True], ids=["rejection", "coupled"])
+@pytest.mark.parametrize("method", ["single-layer", "hispec"])
+def test_the_distribution_does_not_depend_on_lengths(sampled_model, monkeypatch, method, seeded):  # noqa: F811
+    script = Script(randomly("sampled", 2), {"single-layer": 1, "hispec": 2}[method])
+    monkeypatch.setattr(engine_module, "make_plan", lambda model, options, build: (None, options, script))
+    counts, engine = sample(sampled_model, PLAIN, seeded=seeded, method=method, num_samples=2400, plan="auto")
+    assert is_lossless(sampled_model, counts, PLAIN), deviations(sampled_model, counts, PLAIN)
+    target = engine.stats.levels["target"]
+    assert 0.1 < target.drafted_per_position[0] / target.num_rounds < 0.95
+
+
+def test_windows_are_long_where_rounds_may_be_plain(base):
+    model = build_heads(base, "random")
+    config = Engine(model, method="hispec", num_blocks=8).config
+    assert levels.window_size(config, 2) == 2 + 4 + 3
+    assert levels.max_lag(config) == 2
