@@ -8,7 +8,7 @@ import torch
 from ..heads import EarlyExitModel
 from .config import EngineConfig
 from .kv_cache import bytes_per_token
-from .levels import build_levels, draft_lengths
+from .levels import build_levels, window_size
 
 MemoryKind = Literal["device", "process"]
 
@@ -69,8 +69,7 @@ def level_bytes(
     backbone = model.backbone
     copies = 2 if model.is_packed and backbone.device.type == "cpu" else 1
     levels = build_levels(model, config.method)[:-1]
-    # As the engine has it: a round's positions, the newest token, and one further back.
-    window = sum(draft_lengths(config, len(levels))) + 3
+    window = window_size(config, len(levels))
     added = {}
     for level in levels:
         assert level.head is not None

@@ -35,6 +35,7 @@ class ModelRunner:
         num_rows: int,
         window: int,
         *,
+        max_lag: int,  # see `must_catch_up`
         is_exact: bool = False,  # attend as exact mode does; the model must be row-invariant
         by_varlen: bool = False,  # attend by the GPU's paged kernel
         uses_graphs: bool = False,  # with it: replay passes of few rows as CUDA graphs
@@ -43,6 +44,7 @@ class ModelRunner:
         self.levels = levels
         self._kv_cache = kv_cache
         self._window = window
+        self._max_lag = max_lag
         backbone = model.backbone
         self.device = backbone.device
         # One row more than sequences have: nobody's.
@@ -127,6 +129,12 @@ class ModelRunner:
         for sequence, (_, stop) in zip(sequences, bounds, strict=True):
             self._count_head(index, sequence, stop)
         return logits
+
+    def must_catch_up(self, index: int, sequences: list[Sequence]) -> bool:
+        """Whether a round may not begin before `complete_head`: else states would leave the window unseen."""
+        return bool(self._heads[index].kv_layers) and any(
+            len(sequence.token_ids) - sequence.num_head_computed[index] > self._max_lag for sequence in sequences
+        )
 
     @torch.inference_mode()
     def complete_head(self, index: int, sequences: list[Sequence]) -> None:
