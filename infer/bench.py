@@ -282,6 +282,7 @@ def build_result(
                 num_draft_tokens=settings.num_draft_tokens,
                 num_provisional_tokens=settings.num_provisional_tokens,
                 max_num_seqs=settings.max_num_seqs,
+                ngram_drafts=METHODS[name].ngram_drafts,
             )
             added = level_bytes(model, config, settings.num_blocks * BLOCK_SIZE)
         methods[name] = {"promise": METHODS[name].promise, "about": METHODS[name].about, "added_bytes": added}

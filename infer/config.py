@@ -123,7 +123,7 @@ class EngineConfig:
     method: Method = "hispec"
     """`autoregressive`: the base alone; `single-layer`: the first exit drafts for it; `hispec`: two exits. Baselines:
     `adadecode`: each drafted token leaves at the first exit that is sure of it; `ngram`: drafts are copied from the
-    prompt and the text, without heads."""
+    prompt and the text, without heads (with them: `ngram_drafts`)."""
     num_draft_tokens: int = 2
     """Tokens drafted before each verification of a draft (the paper's N_d); the most under a dynamic policy."""
     num_provisional_tokens: int = 4
@@ -163,8 +163,14 @@ class EngineConfig:
     """Measure this machine anew for the plan."""
     exit_confidence: float = 0.75
     """Under `adadecode`: the probability of an exit's likeliest token with which a token leaves there."""
-    min_ngram: int = 2
-    """Under `ngram`: fewest of the newest tokens that must have stood in the text before,"""
+    ngram_drafts: bool = False
+    """Under `single-layer` and `hispec`: a round takes its draft from the prompt and the text, where the newest tokens
+    stood before and what followed promises more than the exits; such a draft costs no pass, and the target alone
+    verifies it."""
+    num_ngram_tokens: int = 8
+    """With `ngram_drafts`, and under `ngram`: most tokens copied at once; fewer where they are kept less often."""
+    min_ngram: int = 1
+    """Likewise: fewest of the newest tokens that must have stood in the text before,"""
     max_ngram: int = 4
     """and most that are looked for; the longest match is taken, and of equal ones the newest."""
 
@@ -189,11 +195,19 @@ class EngineConfig:
             "max_num_seqs",
             "max_prefill_tokens",
             "min_ngram",
+            "num_ngram_tokens",
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.max_ngram < self.min_ngram:
             raise ValueError(f"max_ngram is {self.max_ngram}, less than min_ngram, {self.min_ngram}; raise it")
+        if self.ngram_drafts and self.plan is not None:
+            raise ValueError("ngram_drafts does not go with plan='auto', which has no costs for it; leave one out")
+        if self.ngram_drafts and self.method not in ("single-layer", "hispec"):
+            raise ValueError(
+                f"ngram_drafts stands in for the exits of single-layer and hispec, not of {self.method!r}; choose one "
+                "of these two methods, or leave it out"
+            )
         if self.exit_layers is not None:
             object.__setattr__(self, "exit_layers", tuple(self.exit_layers))
         if self.num_blocks is not None and self.num_blocks < 1:

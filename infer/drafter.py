@@ -36,10 +36,12 @@ class Drafter:
         *,
         asks_confidence: bool,
         one_by_one: bool,  # sample each row by itself
+        origin: int = 0,  # of its proposals
     ) -> None:
         self._runner = runner
         self._generator = generator
         self._asks_confidence = asks_confidence
+        self._origin = origin
         self._reader = partial(
             LogitsReader,
             device=runner.model.backbone.device,
@@ -68,7 +70,7 @@ class Drafter:
             draft = []
             for place, reading in enumerate(readings[:count]):
                 probs = reading.probs[b] if sequence.uses_rejection and reading.probs is not None else None
-                draft.append(Proposal(ids[place][b], probs, confidences[place][b], 0))
+                draft.append(Proposal(ids[place][b], probs, confidences[place][b], self._origin))
             drafts.append(draft)
         return drafts
 

@@ -23,13 +23,22 @@ from .exact import build_exact
 from .follower import Delta, Follower, StreamerFeed
 from .hierarchy import Hierarchy
 from .kv_cache import KVCache, bytes_per_token
-from .levels import METHODS, build_levels, build_policies, draft_lengths, level_names, max_lag, window_size
+from .levels import (
+    METHODS,
+    build_levels,
+    build_policies,
+    draft_lengths,
+    level_names,
+    max_lag,
+    max_proposed,
+    window_size,
+)
 from .logits_processor import LogitsProcessor
 from .memory import default_num_blocks, should_pack
 from .model_runner import ModelRunner
 from .planner import Plan
 from .prompt import Prompt, PromptEncoder
-from .proposer import build_proposer
+from .proposer import build_free_drafts, build_proposer
 from .round_policy import RoundPolicy
 from .scheduler import Scheduler
 from .sequence import Sequence
@@ -58,8 +67,6 @@ class Engine:
         if should_pack(self.config, model):
             model.pack_weights()
         lengths = draft_lengths(self.config, len(levels) - 1)
-        # One short of enough, the intermediate level verifies a whole draft more and adds its token.
-        max_proposed = sum(lengths)
         num_cache_layers = backbone.num_layers + len(model.heads)
         cache_shape = (num_cache_layers, backbone.num_kv_heads, backbone.head_dim)
         num_blocks = self.config.num_blocks or default_num_blocks(
@@ -96,16 +103,24 @@ class Engine:
         generator.seed()
         self._encoder = PromptEncoder(tokenizer, backbone.vocab_size, backbone.max_context)
         self._level_names = level_names(self.config, levels)
+        self._num_proposing = len(lengths)
         policies = build_policies(self.config, lengths)
         proposer = build_proposer(self.config, self._runner, policies, generator)
+        free_drafts = build_free_drafts(self.config, self._runner, policies)
         self._hierarchy = Hierarchy(
-            self._runner, policies, generator, proposer, round_policy=round_policy, is_exact=is_exact
+            self._runner,
+            policies,
+            generator,
+            proposer,
+            round_policy=round_policy,
+            free_drafts=free_drafts,
+            is_exact=is_exact,
         )
         self._scheduler = Scheduler(
             BlockManager(num_blocks, self.config.block_size),
             self.config.max_num_seqs,
             self.config.max_prefill_tokens,
-            max_proposed,
+            max_proposed(self.config, len(levels) - 1),
         )
         self._num_changes = model.num_changes
         self._request_ids = itertools.count()
@@ -226,7 +241,7 @@ class Engine:
             stop_ids=stop_ids,
             max_length=self._max_length(prompt_ids, params),
             stats=Stats.of_levels(self._level_names),
-            proposed=[[] for _ in self._level_names[:-1]],
+            proposed=[[] for _ in range(self._num_proposing)],
             num_computed=[0] * len(self._runner.levels),
             num_head_computed=[0] * (len(self._runner.levels) - 1),
         )

@@ -19,6 +19,7 @@ ENGINE_FLAGS = (
     "exit_layers",
     *("plan", "replan"),
     *("exit_confidence", "min_ngram", "max_ngram"),
+    *("ngram_drafts", "num_ngram_tokens"),
 )
 """Fields of `EngineConfig` that have a flag of their name."""
 
@@ -147,8 +148,18 @@ def _add_running_flags(group: argparse._ArgumentGroup) -> None:
     )
     _add(group, "--replan", action="store_true", default=None, help="measure this machine anew for the plan")
     _add(group, "--exit-confidence", type=float, metavar="P", help="of adadecode: how sure an exit must be of a token")
-    _add(group, "--min-ngram", type=int, metavar="N", help="of ngram: fewest tokens that must match (default: 2)")
-    _add(group, "--max-ngram", type=int, metavar="N", help="of ngram: most tokens that are compared (default: 4)")
+    _add(
+        group,
+        "--ngram-drafts",
+        action="store_true",
+        default=None,
+        help="of single-layer and hispec: copy drafts from the prompt and the text where that promises more than the "
+        "exits (default: not)",
+    )
+    _add(group, "--no-ngram-drafts", dest="ngram_drafts", action="store_false", default=None, help="do not")
+    _add(group, "--num-ngram-tokens", type=int, metavar="N", help="most that are copied at once (default: 8)")
+    _add(group, "--min-ngram", type=int, metavar="N", help="fewest tokens that must match (default: 1)")
+    _add(group, "--max-ngram", type=int, metavar="N", help="most tokens that are looked for (default: 4)")
     _add(group, "--batch-size", type=int, default=1, metavar="N", help="texts side by side (default: 1)")
     _add(group, "--num-blocks", type=int, metavar="N", help="of 16 tokens, in the KV cache")
     _add(group, "--exact", action="store_true", help="the same bits by every method, batch and draft length; slower")

@@ -4,7 +4,8 @@ R packed rows; B sequences; K drafted tokens at most; V vocabulary; V_d draft vo
 
 One recursion serves every method: a level verifies what the level below it proposes, and the lowest level proposes
 token by token. Autoregressive decoding is the target with nothing below it, single-layer speculation has one level
-below, HiSpec two; for other methods a `Proposer` drafts what the target verifies. Before a level verifies, the last
+below, HiSpec two; for other methods a `Proposer` drafts what the target verifies, and free drafts take single rounds
+over from the exits, whose levels then only run their layers over what was drafted. Before a level verifies, the last
 proposed token has been run through the levels below, so that full acceptance always brings a bonus token. A level below
 the target may propose more than it was asked for: its last verification is not cut short.
 
@@ -24,6 +25,7 @@ from torch import Tensor
 from .drafter import Drafter
 from .logits_reader import Rows, read_logits
 from .model_runner import ModelRunner
+from .ngram_proposer import NgramProposer
 from .policy import FixedPolicy, Policy, updated_share
 from .proposer import Proposer
 from .round_policy import RoundPolicy
@@ -44,18 +46,22 @@ class Hierarchy:
         proposer: Proposer | None = None,
         *,
         round_policy: RoundPolicy | None = None,  # in place of what `policies` say of lengths
+        free_drafts: NgramProposer | None = None,  # takes rounds over from the exits
         is_exact: bool = False,  # sample each row by itself
     ) -> None:
         self._runner = runner
         self._proposer = proposer
-        self._first_name = 0 if proposer is None else proposer.num_names
+        self._free_drafts = free_drafts
+        self._first_name = sum(each.num_names for each in (proposer, free_drafts) if each is not None)
         self._policies = policies
         self._round_policy = round_policy
         self._read = partial(read_logits, vocab_size=runner.model.backbone.vocab_size, one_by_one=is_exact)
         self._generator = generator
         self._top = len(runner.levels) - 1
         self._asks_confidence = not all(isinstance(policy, FixedPolicy) for policy in policies)
-        self._drafter = Drafter(runner, generator, asks_confidence=self._asks_confidence, one_by_one=is_exact)
+        self._drafter = Drafter(
+            runner, generator, asks_confidence=self._asks_confidence, one_by_one=is_exact, origin=self._first_name
+        )
 
     def prefill(self, chunks: list[Chunk]) -> None:
         """Read committed tokens; commit one more for each sequence that is then read to its end."""
@@ -122,6 +128,7 @@ class Hierarchy:
         """Ask the level below for tokens, keep what stands, add one token; the target commits them."""
         # The last list of proposals is the target's even where it is the only level.
         has_drafts = level > 0 or self._proposer is not None
+        drafting = sequences
         if has_drafts:
             # Below the target the added token needs room too; the target's own is what the room leaves.
             num_added = 0 if level == self._top else 1
@@ -132,7 +139,9 @@ class Hierarchy:
             if self._proposer is not None:
                 self._proposer.propose(sequences)
             else:
-                self._propose(level - 1, sequences)
+                if self._free_drafts is not None and level == self._top:
+                    drafting = self._free_drafts.take_over(sequences)
+                self._propose(level - 1, drafting)
         is_plain = level == self._top and all(s.num_computed[0] == s.num_computed[-1] for s in sequences)
         for lower in range(0 if is_plain else level):
             with self._timed(lower, sequences):
@@ -156,7 +165,7 @@ class Hierarchy:
             kept = [proposal.token_id for proposal in drafts[b][: accepted[b]]] + [next_ids[b]]
             origins = [proposal.origin for proposal in drafts[b][: accepted[b]]] + [self._first_name + level]
             sequence.stats.levels[name].count_verification(len(drafts[b]), accepted[b])
-            if has_drafts:
+            if has_drafts and sequence in drafting:
                 self._observe(sequence, level, len(drafts[b]), accepted[b])
             sequence.rollback(starts[b] + accepted[b] + 1, level)
             if rows[b].first_failure is not None:

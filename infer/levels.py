@@ -21,6 +21,9 @@ class Level(NamedTuple):
 METHODS = ("autoregressive", "single-layer", "hispec")
 """By the number of exits that serve."""
 
+NGRAM_LEVEL = "ngram"
+"""What n-grams that take rounds over from exits are counted under."""
+
 NUM_EXITS = {"ngram": 0, "adadecode": 1} | {method: number for number, method in enumerate(METHODS)}
 """How many exits serve each method; the fewest for `adadecode`, which takes as many as there are."""
 
@@ -69,7 +72,8 @@ def _check_chosen(chosen: tuple[int, ...], trained: tuple[int, ...], method: str
 
 def level_names(config: EngineConfig, levels: Items[Level]) -> tuple[str, ...]:
     """What the method's statistics are counted by; the n-grams that draft are no level of the model."""
-    return (*(["draft"] if config.method == "ngram" else []), *(level.name for level in levels))
+    names = (*(["draft"] if config.method == "ngram" else []), *(level.name for level in levels))
+    return (NGRAM_LEVEL, *names) if config.ngram_drafts else names
 
 
 def draft_lengths(config: EngineConfig, num_exits: int) -> list[int]:
@@ -78,29 +82,36 @@ def draft_lengths(config: EngineConfig, num_exits: int) -> list[int]:
         "autoregressive": [],
         "single-layer": [config.num_draft_tokens],
         "hispec": [config.num_draft_tokens, config.num_provisional_tokens],
-        "ngram": [config.num_draft_tokens],
+        "ngram": [config.num_ngram_tokens],
         # All exits draft for the target together.
         "adadecode": [0] * (num_exits - 1) + [config.num_draft_tokens],
     }[config.method]
 
 
 MAX_LAG = 64
-"""Positions that an exit head may fall behind where rounds may draft nothing. Longer makes windows of hidden states
+"""Positions that an exit head may fall behind where rounds may go without it. Longer makes windows of hidden states
 larger; shorter costs more: each time the head's one layer is read once for so many tokens of each sequence."""
 
 
 def max_lag(config: EngineConfig) -> int:
     """The most committed positions that a head has not seen when a round begins.
 
-    A method that always drafts leaves two: the last token that a level below the target added, and the target's own.
+    A method that always drafts by exits leaves two: the last token that a level below the target added, and the
+    target's own.
     """
-    return 2 if config.plan is None else MAX_LAG
+    return MAX_LAG if config.plan is not None or config.ngram_drafts else 2
+
+
+def max_proposed(config: EngineConfig, num_exits: int) -> int:
+    """The most tokens that wait for the target: one short of enough, the intermediate level verifies a whole draft more
+    and adds its token."""
+    return max(sum(draft_lengths(config, num_exits)), config.num_ngram_tokens if config.ngram_drafts else 0)
 
 
 def window_size(config: EngineConfig, num_exits: int) -> int:
     """Positions whose states are kept: what a head has not seen, a round's proposals, and one further back, whose final
     state is the context of the first."""
-    return max_lag(config) + sum(draft_lengths(config, num_exits)) + 1
+    return max_lag(config) + max_proposed(config, num_exits) + 1
 
 
 def build_policies(config: EngineConfig, lengths: Items[int]) -> list[Policy]:

@@ -31,15 +31,25 @@ class BenchMethod:
     """Exit heads that it needs."""
     engine_method: Method | None = None
     """The method of an engine whose levels it has, if any."""
+    ngram_drafts: bool = False
+    """Whether that engine copies drafts too."""
     by_default: bool = True
     """Whether it runs where no methods are named."""
 
 
-def _ours(method: Method, about: str, num_heads: int) -> BenchMethod:
+def _ours(method: Method, about: str, num_heads: int, *, ngram_drafts: bool = False) -> BenchMethod:
     def build(model: EarlyExitModel, settings: WaySettings) -> Way:
-        return engine_way(build_engine(model, method, settings))
+        return engine_way(build_engine(model, method, settings, ngram_drafts=ngram_drafts))
 
-    return BenchMethod(build=build, promise="lossless", about=about, num_heads=num_heads, engine_method=method)
+    return BenchMethod(
+        build=build,
+        promise="lossless",
+        about=about,
+        num_heads=num_heads,
+        engine_method=method,
+        ngram_drafts=ngram_drafts,
+        by_default=not ngram_drafts,
+    )
 
 
 def _build_auto(model: EarlyExitModel, settings: WaySettings) -> Way:
@@ -52,6 +62,8 @@ METHODS = {
     PLAIN: _ours("autoregressive", "our engine, without drafts", 0),
     "single-layer": _ours("single-layer", "the first exit drafts for the target", 1),
     "hispec": _ours("hispec", "the first exit drafts, the second one verifies before the target does", 2),
+    "single-layer+ngram": _ours("single-layer", "as single-layer, or drafts by n-grams", 1, ngram_drafts=True),
+    "hispec+ngram": _ours("hispec", "as hispec, or drafts by n-grams", 2, ngram_drafts=True),
     "adadecode": _ours("adadecode", "each token leaves at the first exit that is sure of it (AdaDecode)", 1),
     "ngram": _ours("ngram", "drafts are copied from the text so far, by n-grams", 0),
     # By name alone: it measures the machine first, and needs an adapter that tells how often it is right.

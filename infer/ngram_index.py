@@ -1,6 +1,15 @@
 """Where the runs of tokens of one growing text stand, and what followed them. Integers only."""
 
 from collections.abc import Sequence as Items
+from typing import NamedTuple
+
+
+class Continuation(NamedTuple):
+    """What followed an earlier place of a text's last tokens."""
+
+    num_matched: int
+    """Tokens before that place that are the text's last ones."""
+    token_ids: list[int]
 
 
 class NgramIndex:
@@ -12,9 +21,11 @@ class NgramIndex:
     def __init__(
         self,
         min_size: int,  # fewest tokens that must match
-        max_size: int,  # most that are compared
+        max_size: int,  # most that are looked for
+        max_matched: int,  # most that are counted, where it is more
     ) -> None:
         self._sizes = range(max_size, min_size - 1, -1)
+        self._max_matched = max_matched
         self._following: dict[tuple[int, ...], int] = {}
         self._num_read = 0
 
@@ -22,8 +33,8 @@ class NgramIndex:
         self,
         token_ids: Items[int],  # the text; what it was at the last call, and more
         count: int,
-    ) -> list[int]:
-        """What came after the newest earlier place of its last tokens, `count` of them; empty where there is none.
+    ) -> Continuation:
+        """What came after the newest earlier place of its last tokens, `count` of them; nothing where there is none.
 
         A match that reaches into the text's end is taken to go on as it does: "a b a b" is followed by "a b a b".
         """
@@ -32,8 +43,15 @@ class NgramIndex:
             start = self._following.get(tuple(token_ids[-size:])) if size <= len(token_ids) else None
             if start is not None:
                 period = len(token_ids) - start
-                return [token_ids[start + place % period] for place in range(count)]
-        return []
+                ids = [token_ids[start + place % period] for place in range(count)]
+                return Continuation(self._num_matched(token_ids, start, size), ids)
+        return Continuation(0, [])
+
+    def _num_matched(self, token_ids: Items[int], start: int, size: int) -> int:
+        most = min(self._max_matched, start)
+        while size < most and token_ids[start - 1 - size] == token_ids[-1 - size]:
+            size += 1
+        return size
 
     def _read(self, token_ids: Items[int]) -> None:
         for stop in range(self._num_read, len(token_ids)):

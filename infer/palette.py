@@ -10,8 +10,8 @@ from transformers import PreTrainedTokenizerBase
 from .detokenizer import Detokenizer
 from .follower import Delta
 
-COLOURS = {"draft": "\033[32m", "intermediate": "\033[33m", "target": "\033[36m"}
-NAMES = {"draft": "green", "intermediate": "yellow", "target": "cyan"}
+COLOURS = {"draft": "\033[32m", "intermediate": "\033[33m", "target": "\033[36m", "ngram": "\033[35m"}
+NAMES = {"draft": "green", "intermediate": "yellow", "target": "cyan", "ngram": "magenta"}
 RESET = "\033[0m"
 When = Literal["auto", "always", "never"]
 

@@ -7,6 +7,7 @@ import torch
 
 from .adaptive_exits import AdaptiveExits
 from .config import EngineConfig
+from .levels import NGRAM_LEVEL
 from .model_runner import ModelRunner
 from .ngram_proposer import NgramProposer
 from .policy import Policy
@@ -34,10 +35,33 @@ def build_proposer(
     backbone = runner.model.backbone
     if config.method == "ngram":
         return NgramProposer(
-            "draft", backbone.vocab_size, backbone.device, min_ngram=config.min_ngram, max_ngram=config.max_ngram
+            "draft",
+            backbone.vocab_size,
+            backbone.device,
+            min_ngram=config.min_ngram,
+            max_ngram=config.max_ngram,
+            max_length=config.num_ngram_tokens,
         )
     if config.method == "adadecode":
         return AdaptiveExits(
             runner, policies[-1], generator, exit_confidence=config.exit_confidence, one_by_one=config.exact
         )
     return None
+
+
+def build_free_drafts(config: EngineConfig, runner: ModelRunner, policies: Items[Policy]) -> NgramProposer | None:
+    """What takes rounds over from the exits; None where the engine is not asked to."""
+    if not config.ngram_drafts:
+        return None
+    backbone = runner.model.backbone
+    return NgramProposer(
+        NGRAM_LEVEL,
+        backbone.vocab_size,
+        backbone.device,
+        min_ngram=config.min_ngram,
+        max_ngram=config.max_ngram,
+        max_length=config.num_ngram_tokens,
+        exit_layers=[level.stop for level in runner.levels[:-1]],
+        num_layers=backbone.num_layers,
+        policies=policies,
+    )

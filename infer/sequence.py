@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .config import SamplingParams
 from .logits_processor import LogitsProcessor
-from .ngram_index import NgramIndex
+from .ngram_index import Continuation, NgramIndex
 from .policy import INITIAL_SHARE
 from .stats import Stats
 from .stop_strings import StopStrings
@@ -84,6 +84,10 @@ class Sequence:
     stop_strings: StopStrings | None = None
     ngram_index: NgramIndex | None = None
     """Of its committed tokens, where the method drafts from them."""
+    ngram_shares: list[float] = field(default_factory=list)
+    """By class of match: how often what it was copied from went on as it does; see `free_drafts`."""
+    ngram_guess: tuple[int, Continuation] | None = None
+    """At so many committed tokens, what was last found to follow them; what came then is learnt from it."""
     logprobs: list[Logprob] = field(default_factory=list)
     """Of the committed tokens behind the prompt, where they were asked for."""
     finish_reason: FinishReason | None = None

@@ -59,7 +59,7 @@ class WaySettings:
         return self.max_num_seqs * ((self.max_length + ahead) // BLOCK_SIZE + 2)
 
 
-def build_engine(model: EarlyExitModel, method: Method, settings: WaySettings) -> Engine:
+def build_engine(model: EarlyExitModel, method: Method, settings: WaySettings, *, ngram_drafts: bool = False) -> Engine:
     """An engine without tokenizer, so that it makes token ids and no text, as `generate` does.
 
     Raises ValueError where the model has too few heads for the method.
@@ -67,6 +67,7 @@ def build_engine(model: EarlyExitModel, method: Method, settings: WaySettings) -
     return Engine(
         model,
         method=method,
+        ngram_drafts=ngram_drafts,
         num_draft_tokens=settings.num_draft_tokens,
         num_provisional_tokens=settings.num_provisional_tokens,
         max_num_seqs=settings.max_num_seqs,

@@ -125,10 +125,13 @@ def test_pieces_leave_what_whole_reading_leaves(model, alone, size):
         max_size=8,
     ),
     method=st.sampled_from(["single-layer", "hispec", "hispec", "adadecode", "ngram"]),
+    ngram_drafts=st.booleans(),
     max_prefill_tokens=st.sampled_from([1, 3, 16, 64]),
     max_num_seqs=st.integers(1, 4),
 )
-def test_each_gets_what_it_would_get_alone(model, alone, requests, method, max_prefill_tokens, max_num_seqs):
+def test_each_gets_what_it_would_get_alone(
+    model, alone, requests, method, ngram_drafts, max_prefill_tokens, max_num_seqs
+):
     engine = Engine(
         model,
         method=method,
@@ -137,7 +140,7 @@ def test_each_gets_what_it_would_get_alone(model, alone, requests, method, max_p
         max_num_seqs=max_num_seqs,
         max_prefill_tokens=max_prefill_tokens,
         exit_confidence=0.4,
-        min_ngram=1,
+        ngram_drafts=ngram_drafts and method in ("single-layer", "hispec"),
     )
     fill_with_nan_what_is_free(engine)
     ids, aborted, finished = {}, set(), {}

@@ -55,6 +55,7 @@ def test_the_grid(architecture):
             method=method,
             num_draft_tokens=draft,
             num_provisional_tokens=provisional,
+            num_ngram_tokens=draft,
             max_num_seqs=batch,
             num_blocks=64,
             block_size=8,

@@ -10,10 +10,12 @@ from hispec.infer.ngram_index import NgramIndex
 
 from .models import build_base, build_heads, reference, shallow
 
+MOST = 6
+"""Matching tokens that are counted."""
 PERIODIC = [7, 8, 9, 10] * 5
 
 
-def search(token_ids: list[int], min_size: int, max_size: int, count: int) -> list[int]:
+def search(token_ids: list[int], min_size: int, max_size: int, count: int) -> tuple[int, list[int]]:
     """What the index must say, by looking everywhere and writing the text on."""
     for size in range(max_size, min_size - 1, -1):
         for start in range(len(token_ids) - 1, size - 1, -1):
@@ -21,8 +23,10 @@ def search(token_ids: list[int], min_size: int, max_size: int, count: int) -> li
                 text = list(token_ids)
                 for place in range(count):
                     text.append(text[start + place])
-                return text[len(token_ids) :]
-    return []
+                while size < MOST and size < start and token_ids[start - size - 1] == token_ids[-size - 1]:
+                    size += 1
+                return size, text[len(token_ids) :]
+    return 0, []
 
 
 @given(
@@ -32,7 +36,7 @@ def search(token_ids: list[int], min_size: int, max_size: int, count: int) -> li
     count=st.integers(0, 6),
 )
 def test_it_finds_what_a_search_of_the_whole_text_finds(pieces, min_size, extra, count):
-    index, text = NgramIndex(min_size, min_size + extra), []
+    index, text = NgramIndex(min_size, min_size + extra, MOST), []
     for piece in pieces:
         text += piece
         assert index.continuation(text, count) == search(text, min_size, min_size + extra, count)
@@ -47,7 +51,7 @@ def test_each_token_is_read_once():
                 Counted.num_read += len(range(*key.indices(len(self))))
             return super().__getitem__(key)
 
-    index, text = NgramIndex(2, 4), Counted(range(1000))
+    index, text = NgramIndex(2, 4, MOST), Counted(range(1000))
     index.continuation(text, 4)
     assert 8_000 < Counted.num_read < 10_000
     Counted.num_read = 0
@@ -64,7 +68,7 @@ def base():
 
 def test_a_text_that_repeats_itself_takes_few_rounds(base):
     model = EarlyExitModel.from_configs(base, [])
-    engine = Engine(model, method="ngram", num_draft_tokens=5, num_blocks=40)
+    engine = Engine(model, method="ngram", num_ngram_tokens=5, num_blocks=40)
     prompts = [PERIODIC, [3, 9, 27], [5]]
     completions = engine.generate(prompts, SamplingParams(max_new_tokens=60, ignore_eos=True))
     assert [completion.token_ids for completion in completions] == [reference(base, prompt, 60) for prompt in prompts]
@@ -83,7 +87,7 @@ def test_a_text_that_repeats_itself_takes_few_rounds(base):
 
 def test_it_finds_its_drafts_again_after_giving_way(base):
     model = build_heads(base, "random")
-    engine = Engine(model, method="ngram", num_draft_tokens=4, num_blocks=12, block_size=8, max_num_seqs=4)
+    engine = Engine(model, method="ngram", num_ngram_tokens=4, num_blocks=12, block_size=8, max_num_seqs=4)
     params = SamplingParams(max_new_tokens=40, ignore_eos=True)
     prompts = [PERIODIC, [3, 9, 27], [5, 6]]
     completions = engine.generate(prompts, params)
