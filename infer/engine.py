@@ -29,7 +29,7 @@ from .memory import default_num_blocks, should_pack
 from .model_runner import ModelRunner
 from .planner import Plan
 from .prompt import Prompt, PromptEncoder
-from .proposer import build_proposer
+from .proposer import build_proposer, build_tree_drafter
 from .scheduler import Scheduler
 from .sequence import Sequence
 from .stats import Stats
@@ -58,6 +58,8 @@ class Engine:
         lengths = draft_lengths(self.config, len(levels) - 1)
         # One short of enough, the intermediate level verifies a whole draft more and adds its token.
         max_proposed = sum(lengths)
+        tree_drafter = build_tree_drafter(self.config)
+        max_branched = 0 if tree_drafter is None else tree_drafter.max_nodes - 1
         num_cache_layers = backbone.num_layers + len(model.heads)
         cache_shape = (num_cache_layers, backbone.num_kv_heads, backbone.head_dim)
         num_blocks = self.config.num_blocks or default_num_blocks(
@@ -85,10 +87,10 @@ class Engine:
             levels,
             kv_cache,
             self.config.max_num_seqs,
-            window=max_proposed + 3,
+            window=max_proposed + max_branched + 3,
             is_exact=is_exact,
             by_varlen=by_varlen,
-            uses_graphs=by_varlen and self.config.cuda_graphs is not False,
+            uses_graphs=by_varlen and self.config.cuda_graphs is not False and tree_drafter is None,
         )
         generator = torch.Generator()
         generator.seed()
@@ -96,12 +98,13 @@ class Engine:
         self._level_names = level_names(self.config, levels)
         policies = build_policies(self.config, lengths)
         proposer = build_proposer(self.config, self._runner, policies, generator)
-        self._hierarchy = Hierarchy(self._runner, policies, generator, proposer, is_exact=is_exact)
+        self._hierarchy = Hierarchy(self._runner, policies, generator, proposer, tree_drafter, is_exact=is_exact)
         self._scheduler = Scheduler(
             BlockManager(num_blocks, self.config.block_size),
             self.config.max_num_seqs,
             self.config.max_prefill_tokens,
             max_proposed,
+            max_branched,
         )
         self._num_changes = model.num_changes
         self._request_ids = itertools.count()

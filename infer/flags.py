@@ -19,6 +19,7 @@ ENGINE_FLAGS = (
     "exit_layers",
     *("plan", "replan"),
     *("exit_confidence", "min_ngram", "max_ngram"),
+    *("lookahead_window", "lookahead_ngram", "lookahead_candidates"),
 )
 """Fields of `EngineConfig` that have a flag of their name."""
 
@@ -149,6 +150,15 @@ def _add_running_flags(group: argparse._ArgumentGroup) -> None:
     _add(group, "--exit-confidence", type=float, metavar="P", help="of adadecode: how sure an exit must be of a token")
     _add(group, "--min-ngram", type=int, metavar="N", help="of ngram: fewest tokens that must match (default: 2)")
     _add(group, "--max-ngram", type=int, metavar="N", help="of ngram: most tokens that are compared (default: 4)")
+    _add(group, "--lookahead-window", type=int, metavar="N", help="of lookahead: guesses side by side (default: 5)")
+    _add(group, "--lookahead-ngram", type=int, metavar="N", help="of lookahead: tokens of an n-gram (default: 4)")
+    _add(
+        group,
+        "--lookahead-candidates",
+        type=int,
+        metavar="N",
+        help="of lookahead: n-grams verified at once (default: 5)",
+    )
     _add(group, "--batch-size", type=int, default=1, metavar="N", help="texts side by side (default: 1)")
     _add(group, "--num-blocks", type=int, metavar="N", help="of 16 tokens, in the KV cache")
     _add(group, "--exact", action="store_true", help="the same bits by every method, batch and draft length; slower")

@@ -25,6 +25,7 @@ from .proposer import Proposer
 from .sampling import draw
 from .sequence import Chunk, Logprob, Proposal, Sequence
 from .stats import timed
+from .tree_verifier import TreeDrafter, TreeVerifier
 from .verify import verify_by_equality, verify_by_rejection
 
 
@@ -37,12 +38,17 @@ class Hierarchy:
         policies: Items[Policy],
         generator: torch.Generator,
         proposer: Proposer | None = None,
+        tree_drafter: TreeDrafter | None = None,  # drafts trees, where nothing else drafts
         *,
         is_exact: bool = False,  # sample each row by itself
     ) -> None:
         self._runner = runner
         self._proposer = proposer
         self._first_name = 0 if proposer is None else proposer.num_names
+        self._trees: TreeVerifier | None = None
+        if tree_drafter is not None:
+            self._first_name = tree_drafter.num_names
+            self._trees = TreeVerifier(runner, tree_drafter, generator, _commit, is_exact=is_exact)
         self._policies = policies
         self._read = partial(read_logits, vocab_size=runner.model.backbone.vocab_size, one_by_one=is_exact)
         self._generator = generator
@@ -72,7 +78,10 @@ class Hierarchy:
 
     def round(self, sequences: list[Sequence]) -> None:
         """Commit at least one token for each sequence."""
-        self._verify(self._top, sequences)
+        if self._trees is not None:
+            self._trees.round(sequences)
+        else:
+            self._verify(self._top, sequences)
 
     def _propose(self, level: int, sequences: list[Sequence]) -> None:
         """Let the wanted tokens leave `level`, fewer where its policy stops; above the lowest it may be some more."""

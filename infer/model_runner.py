@@ -154,6 +154,11 @@ class ModelRunner:
         for sequence, path in zip(sequences, paths, strict=True):
             sequence.num_computed = [sequence.num_known - 1 + len(path)] * len(self.levels)
 
+    def max_nodes(self, sequence: Sequence) -> int:
+        """Nodes that the tree of a sequence has room for."""
+        num_slots = len(sequence.block_table) * self._kv_cache.block_size
+        return min(num_slots - sequence.num_known + 1, self._window)
+
     def _window_places(self, sequence: Sequence, nodes: Items[int]) -> list[int]:
         """Where the states of a tree's nodes lie."""
         root = sequence.num_known - 1

@@ -7,10 +7,12 @@ import torch
 
 from .adaptive_exits import AdaptiveExits
 from .config import EngineConfig
+from .lookahead import Lookahead
 from .model_runner import ModelRunner
 from .ngram_proposer import NgramProposer
 from .policy import Policy
 from .sequence import Sequence
+from .tree_verifier import TreeDrafter
 
 
 class Proposer(Protocol):
@@ -39,5 +41,16 @@ def build_proposer(
     if config.method == "adadecode":
         return AdaptiveExits(
             runner, policies[-1], generator, exit_confidence=config.exit_confidence, one_by_one=config.exact
+        )
+    return None
+
+
+def build_tree_drafter(config: EngineConfig) -> TreeDrafter | None:
+    """That of a method in which the target verifies trees; None for all others."""
+    if config.method == "lookahead":
+        return Lookahead(
+            num_columns=config.lookahead_window,
+            ngram_size=config.lookahead_ngram,
+            max_candidates=config.lookahead_candidates,
         )
     return None

@@ -7,8 +7,10 @@ from typing import Literal, NamedTuple
 from torch import Tensor
 
 from .config import SamplingParams
+from .jacobi_window import Columns
 from .logits_processor import LogitsProcessor
 from .ngram_index import NgramIndex
+from .ngram_pool import NgramPool
 from .policy import INITIAL_SHARE
 from .stats import Stats
 from .stop_strings import StopStrings
@@ -80,6 +82,10 @@ class Sequence:
     stop_strings: StopStrings | None = None
     ngram_index: NgramIndex | None = None
     """Of its committed tokens, where the method drafts from them."""
+    ngram_pool: NgramPool | None = None
+    """Of its guesses, under `lookahead`; None before the first round,"""
+    jacobi_columns: Columns = ()
+    """and what is guessed at present."""
     logprobs: list[Logprob] = field(default_factory=list)
     """Of the committed tokens behind the prompt, where they were asked for."""
     finish_reason: FinishReason | None = None
