@@ -133,7 +133,7 @@ def test_a_text_that_repeats_itself_takes_few_rounds(repeating):
         assert 0 <= counts.num_accepted - completion.origins.count("draft") <= 1
 
 
-@pytest.mark.parametrize("architecture", ["qwen2-window", "opt", "gemma2", "cohere2"])
+@pytest.mark.parametrize("architecture", ["qwen2-window", "opt", "gemma2"])
 def test_greedy_texts_are_those_of_generate(make_base, architecture):
     """Alone and side by side; sliding windows, learned positions, capped scores; blocks of 4 tokens."""
     base = shallow(make_base(architecture), 2)
@@ -267,12 +267,14 @@ def test_exact_mode_has_the_bits_of_plain_decoding(varied, dtype):
     assert engine.stats.levels["target"].num_accepted
 
 
-@pytest.mark.parametrize(("name", "num_samples"), [("plain", 1500), ("penalised", 900)])
-def test_sampled_texts_are_distributed_as_the_base_says(sampled_model, name, num_samples):
+def test_sampled_texts_are_distributed_as_the_base_says(sampled_model):
     """What is drawn; coupled texts are those of plain decoding, token for token."""
-    sampling = SAMPLINGS[name]
-    counts, engine = sample(sampled_model, sampling, seeded=False, method="lookahead", num_samples=num_samples, **SMALL)
-    assert is_lossless(sampled_model, counts, sampling), deviations(sampled_model, counts, sampling)
+    counts, engine = sample(
+        sampled_model, SAMPLINGS["filtered"], seeded=False, method="lookahead", num_samples=1500, **SMALL
+    )
+    assert is_lossless(sampled_model, counts, SAMPLINGS["filtered"]), deviations(
+        sampled_model, counts, SAMPLINGS["filtered"]
+    )
     target = engine.stats.levels["target"]
     assert 0.05 < target.acceptance_rate < 0.95
 
@@ -287,8 +289,8 @@ def greedy_branch(self, choices, is_usable):
 
 def test_a_wrong_rule_is_found_out(sampled_model, monkeypatch):
     monkeypatch.setattr(TokenTree, "chosen_path", greedy_branch)
-    counts, _ = sample(sampled_model, SAMPLINGS["plain"], seeded=False, method="lookahead", num_samples=1500, **SMALL)
-    assert not is_lossless(sampled_model, counts, SAMPLINGS["plain"])
+    counts, _ = sample(sampled_model, SAMPLINGS["filtered"], seeded=False, method="lookahead", num_samples=900, **SMALL)
+    assert not is_lossless(sampled_model, counts, SAMPLINGS["filtered"])
 
 
 def test_a_seed_gives_the_text_of_plain_decoding(varied):

@@ -70,7 +70,7 @@ def test_the_path_follows_the_choices(choices, chosen, usable, share):
     assert not following
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     shapes=st.lists(st.tuples(st.integers(0, 25), PARENTS), min_size=1, max_size=4),
     window=st.sampled_from([None, 1, 3, 40]),
@@ -131,7 +131,7 @@ def read_prompts(model, prompts, num_slots):
     return engine, runner, sequences
 
 
-@pytest.mark.parametrize("architecture", ["llama", "mistral", "opt", "gemma2", "cohere2"])
+@pytest.mark.parametrize("architecture", ["mistral", "opt", "gemma2"])
 def test_nodes_are_scored_and_kept_as_texts(architecture):
     """Logits at all nodes are those of the base for the branch, and so are those behind a path that was kept."""
     base = build_base(architecture)
