@@ -5,6 +5,7 @@ tokens of one sequence; spans of few tokens are attended together, padded to the
 """
 
 import itertools
+from collections.abc import Sequence as Items
 from functools import cached_property
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from torch.nn import functional as F
 from ..heads import capped_attention
 from .exact_attention import exact_attention
 from .kv_cache import KVCache
+from .token_tree import TokenTree, tree_mask
 from .transfer import to_device
 from .varlen_attention import VarlenLayout, varlen_attention, varlen_layout, varlen_numbers, varlen_shape
 
@@ -40,6 +42,7 @@ class _Group(NamedTuple):
     spans: list[Span]
     num_queries: int  # Q, of the longest span
     place: slice | Tensor  # where the keys lie: slots if it is a lone span in one piece, else blocks [B, n]
+    indices: list[int]  # of the spans in the packed batch
 
 
 class PagedAttention:
@@ -47,7 +50,9 @@ class PagedAttention:
 
     With `is_exact` by `exact_attention`: bit for bit the same for a query in whatever batch it comes. With a `layout`
     by the GPU's paged kernel, see `can_use_varlen`, but for scores that are capped; without spans it is all there is,
-    and blocks that are new are cleared by `KVCache.clear` before.
+    and blocks that are new are cleared by `KVCache.clear` before. With `trees`, one for each span, the new tokens are
+    their nodes, which lie in the span's slots one behind the other: a node sees what is before the span and its
+    ancestors. Their positions are the caller's, and no other kernel takes them.
     """
 
     def __init__(
@@ -58,7 +63,10 @@ class PagedAttention:
         *,
         is_exact: bool = False,
         layout: VarlenLayout | None = None,
+        trees: Items[TokenTree] | None = None,
     ) -> None:
+        assert layout is None or trees is None
+        self._trees = trees
         self._kv_cache = kv_cache
         self._spans = spans
         self._is_exact = is_exact
@@ -96,7 +104,7 @@ class PagedAttention:
     def prepare(self) -> None:
         """Take from the host now what the layers will ask for."""
         _ = self._slots, self._new_blocks
-        if self._layout is None:
+        if self._layout is None and self._trees is None:
             _ = self._ends
 
     @cached_property
@@ -111,7 +119,9 @@ class PagedAttention:
 
     @cached_property
     def _groups(self) -> list[_Group]:
-        return _group(self._spans, self._kv_cache.block_size, self._device)
+        # Trees are of about one size, and none is a long text.
+        max_padded = MAX_PADDED if self._trees is None else max(map(len, self._trees))
+        return _group(self._spans, self._kv_cache.block_size, self._device, max_padded)
 
     @cached_property
     def _ends(self) -> list[tuple[Tensor, Tensor] | tuple[int, int]]:  # [B, 1, 1] each
@@ -135,7 +145,7 @@ class PagedAttention:
         num_heads, head_dim = query.shape[1:]
         num_kv_heads, num_keys = keys.shape[1:3]
         is_whole = num_seqs == 1 and num_queries == num_keys > 1 and (window is None or num_keys <= window)
-        if is_whole and softcap is None and not self._is_exact:
+        if is_whole and softcap is None and not self._is_exact and self._trees is None:
             output = F.scaled_dot_product_attention(
                 query.transpose(0, 1).unsqueeze(0),
                 keys,
@@ -174,18 +184,32 @@ class PagedAttention:
         if is_whole and group.num_queries == 1 and (window is None or num_keys <= window):
             return None
         if (index, window, groups, dtype) not in self._masks:
-            first, last = self._ends[index]
-            places = torch.arange(group.num_queries, device=self._device)[None, :, None]
-            query_positions = (places + first).clamp(max=last)
-            key_positions = torch.arange(num_keys, device=self._device)
-            mask = key_positions <= query_positions
-            if window is not None:
-                mask &= key_positions > query_positions - window
+            mask = (
+                self._seen_by_place(index, window, num_keys)
+                if self._trees is None
+                else self._seen_in_trees(group, window, num_keys)
+            )
             mask = mask.repeat_interleave(groups, dim=1).unsqueeze(1)
             if dtype != torch.bool:
                 mask = torch.zeros(mask.shape, dtype=dtype, device=self._device).masked_fill_(~mask, -torch.inf)
             self._masks[index, window, groups, dtype] = mask
         return self._masks[index, window, groups, dtype]
+
+    def _seen_by_place(self, index: int, window: int | None, num_keys: int) -> Tensor:  # [B, Q, S] bool
+        first, last = self._ends[index]
+        places = torch.arange(self._groups[index].num_queries, device=self._device)[None, :, None]
+        query_positions = (places + first).clamp(max=last)
+        key_positions = torch.arange(num_keys, device=self._device)
+        mask = key_positions <= query_positions
+        if window is not None:
+            mask &= key_positions > query_positions - window
+        return mask
+
+    def _seen_in_trees(self, group: _Group, window: int | None, num_keys: int) -> Tensor:  # [B, Q, S] bool
+        assert self._trees is not None
+        trees = [self._trees[index] for index in group.indices]
+        starts = [span.start for span in group.spans]
+        return to_device(torch.from_numpy(tree_mask(trees, starts, group.num_queries, num_keys, window)), self._device)
 
 
 @torch.inference_mode()
@@ -269,10 +293,10 @@ def _consecutive(span: Span, block_size: int) -> slice | None:
     return slice(first * block_size, first * block_size + span.stop)
 
 
-def _members(spans: list[Span]) -> list[list[int]]:
+def _members(spans: list[Span], max_padded: int) -> list[list[int]]:
     """Which spans go together: short ones of about the same context, so that little of it is padding."""
-    members = [[index] for index, span in enumerate(spans) if span.stop - span.start > MAX_PADDED]
-    short = [index for index, span in enumerate(spans) if span.stop - span.start <= MAX_PADDED]
+    members = [[index] for index, span in enumerate(spans) if span.stop - span.start > max_padded]
+    short = [index for index, span in enumerate(spans) if span.stop - span.start <= max_padded]
     longest = 0.0
     for index in sorted(short, key=lambda index: spans[index].stop):
         if spans[index].stop > longest:
@@ -282,11 +306,11 @@ def _members(spans: list[Span]) -> list[list[int]]:
     return members
 
 
-def _group(spans: list[Span], block_size: int, device: torch.device) -> list[_Group]:
+def _group(spans: list[Span], block_size: int, device: torch.device, max_padded: int) -> list[_Group]:
     lengths = [span.stop - span.start for span in spans]
     first_rows = [0, *itertools.accumulate(lengths)]
     groups = []
-    for indices in _members(spans):
+    for indices in _members(spans, max_padded):
         chosen = [spans[index] for index in indices]
         num_queries = max(lengths[index] for index in indices)
         rows: Tensor | slice
@@ -300,5 +324,5 @@ def _group(spans: list[Span], block_size: int, device: torch.device) -> list[_Gr
                 [first_rows[i] + min(query, lengths[i] - 1) for i in indices for query in range(num_queries)],
                 device=device,
             )
-        groups.append(_Group(rows, chosen, num_queries, _key_place(chosen, block_size, device)))
+        groups.append(_Group(rows, chosen, num_queries, _key_place(chosen, block_size, device), indices))
     return groups

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any, Literal, get_args
 
-Method = Literal["autoregressive", "single-layer", "hispec", "adadecode", "ngram"]
+Method = Literal["autoregressive", "single-layer", "hispec", "adadecode", "ngram", "lookahead"]
 DraftPolicy = Literal["fixed", "dynamic"]
 PlanMode = Literal["auto"]
 
@@ -123,7 +123,8 @@ class EngineConfig:
     method: Method = "hispec"
     """`autoregressive`: the base alone; `single-layer`: the first exit drafts for it; `hispec`: two exits. Baselines:
     `adadecode`: each drafted token leaves at the first exit that is sure of it; `ngram`: drafts are copied from the
-    prompt and the text, without heads (with them: `ngram_drafts`)."""
+    prompt and the text, without heads (with them: `ngram_drafts`); `lookahead`: the target drafts for itself, without
+    heads."""
     num_draft_tokens: int = 2
     """Tokens drafted before each verification of a draft (the paper's N_d); the most under a dynamic policy."""
     num_provisional_tokens: int = 4
@@ -173,6 +174,12 @@ class EngineConfig:
     """Likewise: fewest of the newest tokens that must have stood in the text before,"""
     max_ngram: int = 4
     """and most that are looked for; the longest match is taken, and of equal ones the newest."""
+    lookahead_window: int = 5
+    """Under `lookahead`: runs of guessed tokens that the target improves side by side (the paper's W),"""
+    lookahead_ngram: int = 4
+    """tokens of an n-gram that they become, of which all but the first can be accepted (N),"""
+    lookahead_candidates: int = 5
+    """and n-grams that are verified at once, at most (G). A pass has up to (W + G) * (N - 1) rows a sequence."""
 
     def __post_init__(self) -> None:
         if self.method not in get_args(Method):
@@ -196,6 +203,8 @@ class EngineConfig:
             "max_prefill_tokens",
             "min_ngram",
             "num_ngram_tokens",
+            "lookahead_window",
+            "lookahead_candidates",
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
@@ -207,6 +216,13 @@ class EngineConfig:
             raise ValueError(
                 f"ngram_drafts stands in for the exits of single-layer and hispec, not of {self.method!r}; choose one "
                 "of these two methods, or leave it out"
+            )
+        if self.lookahead_ngram < 2:
+            raise ValueError(f"lookahead_ngram is {self.lookahead_ngram}; it must be at least 2")
+        if self.method == "lookahead" and self.cuda_graphs:
+            raise ValueError(
+                "cuda_graphs is set, but method 'lookahead' attends by masks of ever new shapes, which no graph can "
+                "hold; leave out cuda_graphs or choose another method"
             )
         if self.exit_layers is not None:
             object.__setattr__(self, "exit_layers", tuple(self.exit_layers))

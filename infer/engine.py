@@ -38,7 +38,7 @@ from .memory import default_num_blocks, should_pack
 from .model_runner import ModelRunner
 from .planner import Plan
 from .prompt import Prompt, PromptEncoder
-from .proposer import build_free_drafts, build_proposer
+from .proposer import build_free_drafts, build_proposer, build_tree_drafter
 from .round_policy import RoundPolicy
 from .scheduler import Scheduler
 from .sequence import Sequence
@@ -67,6 +67,8 @@ class Engine:
         if should_pack(self.config, model):
             model.pack_weights()
         lengths = draft_lengths(self.config, len(levels) - 1)
+        tree_drafter = build_tree_drafter(self.config)
+        max_branched = 0 if tree_drafter is None else tree_drafter.max_nodes - 1
         num_cache_layers = backbone.num_layers + len(model.heads)
         cache_shape = (num_cache_layers, backbone.num_kv_heads, backbone.head_dim)
         num_blocks = self.config.num_blocks or default_num_blocks(
@@ -93,11 +95,11 @@ class Engine:
             levels,
             kv_cache,
             self.config.max_num_seqs,
-            window=window_size(self.config, len(levels) - 1),
+            window=window_size(self.config, len(levels) - 1) + max_branched,
             max_lag=max_lag(self.config),
             is_exact=is_exact,
             by_varlen=by_varlen,
-            uses_graphs=by_varlen and self.config.cuda_graphs is not False,
+            uses_graphs=by_varlen and self.config.cuda_graphs is not False and tree_drafter is None,
         )
         generator = torch.Generator()
         generator.seed()
@@ -112,6 +114,7 @@ class Engine:
             policies,
             generator,
             proposer,
+            tree_drafter,
             round_policy=round_policy,
             free_drafts=free_drafts,
             is_exact=is_exact,
@@ -121,6 +124,7 @@ class Engine:
             self.config.max_num_seqs,
             self.config.max_prefill_tokens,
             max_proposed(self.config, len(levels) - 1),
+            max_branched,
         )
         self._num_changes = model.num_changes
         self._request_ids = itertools.count()

@@ -20,6 +20,7 @@ ENGINE_FLAGS = (
     *("plan", "replan"),
     *("exit_confidence", "min_ngram", "max_ngram"),
     *("ngram_drafts", "num_ngram_tokens"),
+    *("lookahead_window", "lookahead_ngram", "lookahead_candidates"),
 )
 """Fields of `EngineConfig` that have a flag of their name."""
 
@@ -160,6 +161,15 @@ def _add_running_flags(group: argparse._ArgumentGroup) -> None:
     _add(group, "--num-ngram-tokens", type=int, metavar="N", help="most that are copied at once (default: 8)")
     _add(group, "--min-ngram", type=int, metavar="N", help="fewest tokens that must match (default: 1)")
     _add(group, "--max-ngram", type=int, metavar="N", help="most tokens that are looked for (default: 4)")
+    _add(group, "--lookahead-window", type=int, metavar="N", help="of lookahead: guesses side by side (default: 5)")
+    _add(group, "--lookahead-ngram", type=int, metavar="N", help="of lookahead: tokens of an n-gram (default: 4)")
+    _add(
+        group,
+        "--lookahead-candidates",
+        type=int,
+        metavar="N",
+        help="of lookahead: n-grams verified at once (default: 5)",
+    )
     _add(group, "--batch-size", type=int, default=1, metavar="N", help="texts side by side (default: 1)")
     _add(group, "--num-blocks", type=int, metavar="N", help="of 16 tokens, in the KV cache")
     _add(group, "--exact", action="store_true", help="the same bits by every method, batch and draft length; slower")

@@ -32,6 +32,7 @@ from .round_policy import RoundPolicy
 from .sampling import draw
 from .sequence import Chunk, Logprob, Proposal, Sequence
 from .stats import timed
+from .tree_verifier import TreeDrafter, TreeVerifier
 from .verify import verify_by_equality, verify_by_rejection
 
 
@@ -44,6 +45,7 @@ class Hierarchy:
         policies: Items[Policy],
         generator: torch.Generator,
         proposer: Proposer | None = None,
+        tree_drafter: TreeDrafter | None = None,  # drafts trees, where nothing else drafts
         *,
         round_policy: RoundPolicy | None = None,  # in place of what `policies` say of lengths
         free_drafts: NgramProposer | None = None,  # takes rounds over from the exits
@@ -52,7 +54,10 @@ class Hierarchy:
         self._runner = runner
         self._proposer = proposer
         self._free_drafts = free_drafts
-        self._first_name = sum(each.num_names for each in (proposer, free_drafts) if each is not None)
+        self._first_name = sum(each.num_names for each in (proposer, tree_drafter, free_drafts) if each is not None)
+        self._trees: TreeVerifier | None = None
+        if tree_drafter is not None:
+            self._trees = TreeVerifier(runner, tree_drafter, generator, _commit, is_exact=is_exact)
         self._policies = policies
         self._round_policy = round_policy
         self._read = partial(read_logits, vocab_size=runner.model.backbone.vocab_size, one_by_one=is_exact)
@@ -87,6 +92,9 @@ class Hierarchy:
 
     def round(self, sequences: list[Sequence]) -> None:
         """Commit at least one token for each sequence."""
+        if self._trees is not None:
+            self._trees.round(sequences)
+            return
         if self._round_policy is not None:
             # Before any token of the round is drawn: its length may depend on nothing but tokens that are verified.
             chosen = self._round_policy.choose([sequence.kept_shares for sequence in sequences])

@@ -50,6 +50,11 @@ class KVCache:
         for pool in (*self.keys, *self.values):
             pool[slots] = 0
 
+    def move(self, sources: Tensor, targets: Tensor) -> None:  # [T] int64 each, slots
+        """Put what lies at `sources` at `targets`, at every layer; each source is read before any target is written."""
+        for pool in (*self.keys, *self.values):
+            pool.index_copy_(0, targets, pool.index_select(0, sources))
+
     def read(self, layer: int, place: slice | Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values, `[1, Hkv, T, Dh]` each for a slice of T slots (a view), `[B, Hkv, n * S, Dh]` for
         `[B, n]` blocks."""

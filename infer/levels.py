@@ -24,7 +24,7 @@ METHODS = ("autoregressive", "single-layer", "hispec")
 NGRAM_LEVEL = "ngram"
 """What n-grams that take rounds over from exits are counted under."""
 
-NUM_EXITS = {"ngram": 0, "adadecode": 1} | {method: number for number, method in enumerate(METHODS)}
+NUM_EXITS = {"ngram": 0, "lookahead": 0, "adadecode": 1} | {method: number for number, method in enumerate(METHODS)}
 """How many exits serve each method; the fewest for `adadecode`, which takes as many as there are."""
 
 
@@ -72,7 +72,7 @@ def _check_chosen(chosen: tuple[int, ...], trained: tuple[int, ...], method: str
 
 def level_names(config: EngineConfig, levels: Items[Level]) -> tuple[str, ...]:
     """What the method's statistics are counted by; the n-grams that draft are no level of the model."""
-    names = (*(["draft"] if config.method == "ngram" else []), *(level.name for level in levels))
+    names = (*(["draft"] if config.method in ("ngram", "lookahead") else []), *(level.name for level in levels))
     return (NGRAM_LEVEL, *names) if config.ngram_drafts else names
 
 
@@ -83,6 +83,7 @@ def draft_lengths(config: EngineConfig, num_exits: int) -> list[int]:
         "single-layer": [config.num_draft_tokens],
         "hispec": [config.num_draft_tokens, config.num_provisional_tokens],
         "ngram": [config.num_ngram_tokens],
+        "lookahead": [],
         # All exits draft for the target together.
         "adadecode": [0] * (num_exits - 1) + [config.num_draft_tokens],
     }[config.method]

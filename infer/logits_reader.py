@@ -53,7 +53,9 @@ class LogitsReader:
         asks_confidence: bool = False,
         one_by_one: bool = False,  # sample each row by itself
         never_waits: bool = False,  # nothing is asked of the device, at the price of an operation more
+        token_ids: Items[list[int]] | None = None,  # of each: up to its last row, from behind the prompt; None: known
     ) -> None:
+        self._token_ids = token_ids
         self._sequences = sequences
         self._bounds = bounds
         self._vocab_ids = vocab_ids
@@ -85,7 +87,7 @@ class LogitsReader:
     def __call__(self, logits: Tensor) -> Reading:  # [R, V or V_d]
         """Apply each sequence's sampling parameters to its rows."""
         if self._is_processed:
-            logits = _process(logits, self._sequences, self._bounds, self._vocab_ids)
+            logits = _process(logits, self._sequences, self._bounds, self._vocab_ids, self._token_ids)
         # Of equal logits the lowest id, as by argmax, which takes four times as long; NaN is greater than all.
         highest, ids = logits.max(-1)
         is_finite = highest.isfinite()
@@ -145,7 +147,13 @@ def read_logits(
     ]
 
 
-def _process(logits: Tensor, sequences: list[Sequence], bounds: Bounds, vocab_ids: Tensor | None) -> Tensor:
+def _process(
+    logits: Tensor,
+    sequences: list[Sequence],
+    bounds: Bounds,
+    vocab_ids: Tensor | None,
+    token_ids: Items[list[int]] | None,
+) -> Tensor:
     """Let every sequence's own processor change its rows."""
     parts = list(logits.float().split([stop - start for start, stop in bounds]))
     for b, sequence in enumerate(sequences):
@@ -153,7 +161,7 @@ def _process(logits: Tensor, sequences: list[Sequence], bounds: Bounds, vocab_id
             num_prompt = len(sequence.prompt_ids)
             parts[b] = sequence.logits_processor(
                 parts[b],
-                sequence.known_ids(num_prompt),
+                sequence.known_ids(num_prompt) if token_ids is None else token_ids[b],
                 len(sequence.token_ids) - num_prompt,
                 bounds[b][0],
                 vocab_ids,

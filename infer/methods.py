@@ -66,6 +66,7 @@ METHODS = {
     "hispec+ngram": _ours("hispec", "as hispec, or drafts by n-grams", 2, ngram_drafts=True),
     "adadecode": _ours("adadecode", "each token leaves at the first exit that is sure of it (AdaDecode)", 1),
     "ngram": _ours("ngram", "drafts are copied from the text so far, by n-grams", 0),
+    "lookahead": _ours("lookahead", "the target drafts for itself, by n-grams of its parallel guesses (Lookahead)", 0),
     # By name alone: it measures the machine first, and needs an adapter that tells how often it is right.
     "auto": BenchMethod(build=_build_auto, promise="lossless", about='our engine with `plan="auto"`', by_default=False),
     "prompt-lookup": BenchMethod(

@@ -17,6 +17,7 @@ from .levels import Level
 from .packed_rows import Bounds, PackedRows, Pass, RowPacker, rows_within
 from .pass_runner import AnyRows, Part, PassRunner
 from .sequence import Chunk, Sequence
+from .token_tree import TokenTree
 from .transfer import to_device
 
 
@@ -122,6 +123,67 @@ class ModelRunner:
         for index in range(len(self.levels)):
             for sequence, (_, stop) in zip(sequences, bounds, strict=True):
                 self._count_layers(index, sequence, stop)
+
+    @torch.inference_mode()
+    def advance_trees(self, index: int, sequences: list[Sequence], trees: list[TokenTree]) -> None:
+        """Run level `index` over trees of tokens, whose roots are the newest known tokens; the level before it must
+        have. They lie in the slots and window places from the root's on, for which there must be room, and none of
+        their nodes counts as computed before `keep_paths`.
+        """
+        bounds = [(s.num_known - 1, s.num_known - 1 + len(tree)) for s, tree in zip(sequences, trees, strict=True)]
+        level, part = self.levels[index], self._layers[index]
+        (rows,) = self._run.pack([part], [Pass(sequences, bounds, has_ids=True, trees=trees)])
+        self._run(part, rows)
+        for sequence, (start, stop) in zip(sequences, bounds, strict=True):
+            assert sequence.num_computed[index] == start
+            sequence.stats.levels[level.name].num_layer_passes += (stop - start) * (level.stop - level.start)
+
+    @torch.inference_mode()
+    def score_nodes(self, sequences: Items[Sequence], nodes: Items[Items[int]]) -> Tensor:
+        """The target's logits at nodes of each sequence's tree, packed: `[T, V]`; `advance_trees` must have run."""
+        slots = [slot for s, chosen in zip(sequences, nodes, strict=True) for slot in self._window_places(s, chosen)]
+        return self.model.backbone.logits(self._final_states[to_device(slots, self.device)])
+
+    @torch.inference_mode()
+    def keep_paths(
+        self,
+        sequences: list[Sequence],
+        paths: list[list[int]],  # nodes of each sequence's tree, root first, each the parent of the next
+    ) -> None:
+        """Keep these nodes of the trees that all levels have run over, and nothing else of them.
+
+        What they left in the cache and the windows moves to where those of consecutive positions lie.
+        """
+        moved = [
+            (sequence, path[place:], range(place, len(path)))
+            for sequence, path in zip(sequences, paths, strict=True)
+            if (place := _first_out_of_place(path)) < len(path)
+        ]
+        if moved:
+            size = self._kv_cache.block_size
+            for place_of, move in (
+                (partial(_kv_places, size), self._kv_cache.move),
+                (self._window_places, self._move_states),
+            ):
+                sources = [slot for sequence, nodes, _ in moved for slot in place_of(sequence, nodes)]
+                targets = [slot for sequence, _, places in moved for slot in place_of(sequence, places)]
+                move(*to_device(sources + targets, self.device).view(2, -1).unbind())
+        for sequence, path in zip(sequences, paths, strict=True):
+            sequence.num_computed = [sequence.num_known - 1 + len(path)] * len(self.levels)
+
+    def max_nodes(self, sequence: Sequence) -> int:
+        """Nodes that the tree of a sequence has room for."""
+        num_slots = len(sequence.block_table) * self._kv_cache.block_size
+        return min(num_slots - sequence.num_known + 1, self._window)
+
+    def _window_places(self, sequence: Sequence, nodes: Items[int]) -> list[int]:
+        """Where the states of a tree's nodes lie."""
+        root = sequence.num_known - 1
+        return [sequence.window_row * self._window + (root + node) % self._window for node in nodes]
+
+    def _move_states(self, sources: Tensor, targets: Tensor) -> None:
+        for states in (self._final_states, *self._hidden):
+            states[targets] = states[sources]
 
     @torch.inference_mode()
     def erase_stale(self, sequence: Sequence) -> None:
@@ -306,3 +368,14 @@ class ModelRunner:
 
     def _window_slots(self, sequences: list[Sequence], bounds: Bounds) -> Tensor:  # [T]
         return to_device(self._packer.window_slots(sequences, bounds), self.device)
+
+
+def _first_out_of_place(path: list[int]) -> int:
+    """How many of a path's first nodes lie where they belong."""
+    return next((place for place, node in enumerate(path) if node != place), len(path))
+
+
+def _kv_places(block_size: int, sequence: Sequence, nodes: Items[int]) -> list[int]:
+    """The slots of a tree's nodes."""
+    places = [sequence.num_known - 1 + node for node in nodes]
+    return [sequence.block_table[place // block_size] * block_size + place % block_size for place in places]

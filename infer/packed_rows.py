@@ -15,6 +15,7 @@ from torch import Tensor
 from .attention import PagedAttention, Span, new_blocks
 from .kv_cache import KVCache
 from .sequence import Sequence
+from .token_tree import TokenTree
 from .transfer import to_device
 from .varlen_attention import VarlenShape, varlen_layout, varlen_numbers, varlen_shape
 
@@ -35,6 +36,9 @@ class Pass(NamedTuple):
     """Whether the rows' tokens are known and are read."""
     attends: bool = True
     """Whether any layer is among what it runs through."""
+    trees: list[TokenTree] | None = None
+    """Of each sequence: the tokens of its rows, which then stand behind the start in a tree; the bounds are the places
+    of its nodes, in the cache and the windows, and not their positions."""
 
 
 class PackedRows(NamedTuple):
@@ -85,7 +89,8 @@ class RowPacker:
         """The rows of each pass."""
         spans = [_spans(each) for each in passes]
         columns = [self._columns(each, sum(stop - start for start, stop in each.bounds)) for each in passes]
-        if self._by_varlen:
+        # The paged kernel takes no mask.
+        if self._by_varlen and all(each.trees is None for each in passes):
             size = self._kv_cache.block_size
             shapes = [varlen_shape(each, size) for each in spans]
             parts = [
@@ -95,8 +100,11 @@ class RowPacker:
             uploaded = zip(self._upload(parts), shapes, spans, strict=True)
             packed = [self._unpack(numbers, shape, each) for numbers, shape, each in uploaded]
         else:
-            uploaded_columns = zip(self._upload(columns), spans, strict=True)
-            packed = [_packed(numbers, self._attention(each, self._device)) for numbers, each in uploaded_columns]
+            uploaded_columns = zip(self._upload(columns), spans, passes, strict=True)
+            packed = [
+                _packed(numbers, self._attention(each, self._device, trees=each_pass.trees))
+                for numbers, each, each_pass in uploaded_columns
+            ]
         for each_packed, each_pass in zip(packed, passes, strict=True):
             if each_pass.attends:
                 each_packed.attend.prepare()
@@ -140,10 +148,15 @@ class RowPacker:
         positions: list[int] = []
         starts: list[int] = []
         last_known: list[int] = []
-        for sequence, (start, stop) in zip(rows.sequences, rows.bounds, strict=True):
-            if rows.has_ids:
-                ids += sequence.known_ids(start)[: stop - start]
-            positions += range(start, stop)
+        trees: Items[TokenTree | None] = rows.trees or [None] * len(rows.sequences)
+        for sequence, (start, stop), tree in zip(rows.sequences, rows.bounds, trees, strict=True):
+            if tree is not None:
+                ids += tree.token_ids
+                positions += [start + depth for depth in tree.depths]
+            else:
+                if rows.has_ids:
+                    ids += sequence.known_ids(start)[: stop - start]
+                positions += range(start, stop)
             starts += [sequence.window_row * self._window] * (stop - start)
             last_known += [sequence.num_computed[-1] - 1] * (stop - start)
         slots = self.window_slots(rows.sequences, rows.bounds)

@@ -34,7 +34,7 @@ class PassRunner:
 
     def pack(self, parts: Items[Part], passes: list[Pass]) -> Items[AnyRows]:
         """AnyRows that each of `parts` can be run over."""
-        if all(part.name in self._graphed for part in parts):
+        if all(part.name in self._graphed for part in parts) and all(each.trees is None for each in passes):
             num_rows = max(sum(stop - start for start, stop in each.bounds) for each in passes)
             if num_rows <= MAX_ROWS:
                 return self._packer.pad(passes)

@@ -8,10 +8,12 @@ import torch
 from .adaptive_exits import AdaptiveExits
 from .config import EngineConfig
 from .levels import NGRAM_LEVEL
+from .lookahead import Lookahead
 from .model_runner import ModelRunner
 from .ngram_proposer import NgramProposer
 from .policy import Policy
 from .sequence import Sequence
+from .tree_verifier import TreeDrafter
 
 
 class Proposer(Protocol):
@@ -65,3 +67,14 @@ def build_free_drafts(config: EngineConfig, runner: ModelRunner, policies: Items
         num_layers=backbone.num_layers,
         policies=policies,
     )
+
+
+def build_tree_drafter(config: EngineConfig) -> TreeDrafter | None:
+    """That of a method in which the target verifies trees; None for all others."""
+    if config.method == "lookahead":
+        return Lookahead(
+            num_columns=config.lookahead_window,
+            ngram_size=config.lookahead_ngram,
+            max_candidates=config.lookahead_candidates,
+        )
+    return None

@@ -25,8 +25,14 @@ class Scheduler:
     """Keeps waiting and running sequences within the blocks, window rows and prompt tokens of a step."""
 
     def __init__(
-        self, block_manager: BlockManager, max_num_seqs: int, max_prefill_tokens: int, max_proposed: int
+        self,
+        block_manager: BlockManager,
+        max_num_seqs: int,
+        max_prefill_tokens: int,
+        max_proposed: int,
+        max_branched: int = 0,  # tokens of other branches that a sequence may have a place for, besides those proposed
     ) -> None:
+        self._max_branched = max_branched
         self._block_manager = block_manager
         self._free_rows = list(range(max_num_seqs))[::-1]
         self._max_prefill_tokens = max_prefill_tokens
@@ -57,6 +63,8 @@ class Scheduler:
                 self._make_room(sequence)
         decoding = [sequence for sequence in self.running if sequence.is_read]
         self._admit()
+        for sequence in decoding if self._max_branched else ():
+            self._branch_out(sequence)
         return self._share_out([sequence for sequence in self.running if not sequence.is_read]), decoding
 
     def finish(self, sequence: Sequence) -> None:
@@ -82,6 +90,14 @@ class Scheduler:
             if last is sequence:
                 return
         self._block_manager.grow(sequence.block_table, self._num_tokens(sequence))
+
+    def _branch_out(self, sequence: Sequence) -> None:
+        """Add blocks for branches as far as nobody else needs them now; `trim` takes them back."""
+        num_tokens = self._num_tokens(sequence) + self._max_branched
+        num_blocks = min(
+            self._block_manager.num_needed(num_tokens), len(sequence.block_table) + self._block_manager.num_free
+        )
+        self._block_manager.grow(sequence.block_table, num_blocks * self._block_manager.block_size)
 
     def _admit(self) -> None:
         place = 0

@@ -7,8 +7,10 @@ from typing import Literal, NamedTuple
 from torch import Tensor
 
 from .config import SamplingParams
+from .jacobi_window import Columns
 from .logits_processor import LogitsProcessor
 from .ngram_index import Continuation, NgramIndex
+from .ngram_pool import NgramPool
 from .policy import INITIAL_SHARE
 from .stats import Stats
 from .stop_strings import StopStrings
@@ -88,6 +90,10 @@ class Sequence:
     """By class of match: how often what it was copied from went on as it does; see `free_drafts`."""
     ngram_guess: tuple[int, Continuation] | None = None
     """At so many committed tokens, what was last found to follow them; what came then is learnt from it."""
+    ngram_pool: NgramPool | None = None
+    """Of its guesses, under `lookahead`; None before the first round,"""
+    jacobi_columns: Columns = ()
+    """and what is guessed at present."""
     logprobs: list[Logprob] = field(default_factory=list)
     """Of the committed tokens behind the prompt, where they were asked for."""
     finish_reason: FinishReason | None = None

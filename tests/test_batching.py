@@ -124,7 +124,7 @@ def test_pieces_leave_what_whole_reading_leaves(model, alone, size):
         min_size=2,
         max_size=8,
     ),
-    method=st.sampled_from(["single-layer", "hispec", "hispec", "adadecode", "ngram"]),
+    method=st.sampled_from(["single-layer", "hispec", "hispec", "adadecode", "ngram", "lookahead"]),
     ngram_drafts=st.booleans(),
     max_prefill_tokens=st.sampled_from([1, 3, 16, 64]),
     max_num_seqs=st.integers(1, 4),

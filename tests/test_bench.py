@@ -290,7 +290,7 @@ def test_a_method_that_the_model_cannot_run(places, tmp_path, capfd):
     assert main([*without_heads, str(tmp_path / "out"), "--methods", "hispec"]) == 2
     assert "method 'hispec' needs 2 exit heads, but the model has 0" in capfd.readouterr().err
     # Unless named, it is left out.
-    assert bench.choose_methods(None, 0)[:4] == ["generate", "autoregressive", "ngram", "prompt-lookup"]
+    assert bench.choose_methods(None, 0)[:5] == ["generate", "autoregressive", "ngram", "lookahead", "prompt-lookup"]
 
 
 def test_a_set_that_cannot_be_reached(places, tmp_path, monkeypatch, capfd):

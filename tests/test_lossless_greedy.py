@@ -13,7 +13,7 @@ GENERATOR = torch.Generator().manual_seed(7)
 LENGTHS = (1, 2, 15, 16, 17, 33, 3, 40)
 PROMPTS = [torch.randint(3, 64, (length,), generator=GENERATOR).tolist() for length in LENGTHS]
 
-METHODS = ["autoregressive", "single-layer", "hispec", "adadecode", "ngram"]
+METHODS = ["autoregressive", "single-layer", "hispec", "adadecode", "ngram", "lookahead"]
 FULL_GRID = ["llama", "qwen2", "qwen2-window", "qwen3", "opt", "opt-350m"]
 
 

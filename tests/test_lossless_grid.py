@@ -17,6 +17,7 @@ LENGTHS = [
     *[(method, draft, 1) for method in ("autoregressive", "single-layer") for draft in range(1, 6)][4:],
     *(("hispec", draft, provisional) for draft in range(1, 6) for provisional in range(1, 9)),
     *((method, draft, 1) for method in ("adadecode", "ngram") for draft in (1, 4)),
+    ("lookahead", 1, 1),
 ]
 BATCHES = (1, 3, 8)
 ENDINGS = ("length", "eos", "stop")
