@@ -21,7 +21,7 @@ class Level(NamedTuple):
 METHODS = ("autoregressive", "single-layer", "hispec")
 """By the number of exits that serve."""
 
-NUM_EXITS = {"ngram": 0, "adadecode": 1} | {method: number for number, method in enumerate(METHODS)}
+NUM_EXITS = {"ngram": 0, "adadecode": 1, "sprinter": 1} | {method: number for number, method in enumerate(METHODS)}
 """How many exits serve each method; the fewest for `adadecode`, which takes as many as there are."""
 
 
@@ -79,6 +79,7 @@ def draft_lengths(config: EngineConfig, num_exits: int) -> list[int]:
         "single-layer": [config.num_draft_tokens],
         "hispec": [config.num_draft_tokens, config.num_provisional_tokens],
         "ngram": [config.num_draft_tokens],
+        "sprinter": [config.max_skipped_tokens],
         # All exits draft for the target together.
         "adadecode": [0] * (num_exits - 1) + [config.num_draft_tokens],
     }[config.method]
