@@ -62,7 +62,7 @@ def save_verifier(
 
 
 def load_verifier(folder: str | Path) -> DraftVerifier:
-    """The verifier of an adapter; ValueError, with the remedy, where there is none, or not wholly that of these heads."""
+    """The verifier of an adapter; ValueError, with the remedy, where there is none that is wholly that of its heads."""
     folder = Path(folder)
     remedy = f"fit one: python -m hispec.train.sprinter --adapter {folder} --responses FILE"
     config = _read_config(folder, remedy)

@@ -220,15 +220,15 @@ class EngineConfig:
             return
         if not self.lossy:
             raise ValueError(
-                f"method {self.method!r} is lossy: its texts are not the model's own; say so with lossy=True (--lossy), "
-                "or choose another method"
+                f"method {self.method!r} is lossy: its texts are not the model's own; accept that with lossy=True "
+                "(--lossy), or choose another method"
             )
         if self.exact:
             raise ValueError(f"exact texts are the model's own, and those of method {self.method!r} are not; leave it")
         if self.draft_policy != "fixed":
             raise ValueError(
-                f"draft_policy {self.draft_policy!r} does not go with method {self.method!r}, whose verifier decides how "
-                "far to draft; leave it out"
+                f"draft_policy {self.draft_policy!r} does not go with method {self.method!r}, whose verifier decides "
+                "how far to draft; leave it out"
             )
 
 

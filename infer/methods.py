@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..heads import EarlyExitModel
-from .config import Method, SamplingParams
+from .config import LOSSY_METHODS, Method, SamplingParams
 from .peers import build_early_exit, build_generate, build_generate_batch, build_prompt_lookup
 from .way import Answers, Way, WaySettings, build_engine, build_planned, engine_way
 
@@ -39,7 +39,16 @@ def _ours(method: Method, about: str, num_heads: int) -> BenchMethod:
     def build(model: EarlyExitModel, settings: WaySettings) -> Way:
         return engine_way(build_engine(model, method, settings))
 
-    return BenchMethod(build=build, promise="lossless", about=about, num_heads=num_heads, engine_method=method)
+    is_lossy = method in LOSSY_METHODS
+    return BenchMethod(
+        build=build,
+        promise="lossy" if is_lossy else "lossless",
+        about=about,
+        num_heads=num_heads,
+        engine_method=method,
+        # A lossy one by name alone: nobody shall get its texts unasked.
+        by_default=not is_lossy,
+    )
 
 
 def _build_auto(model: EarlyExitModel, settings: WaySettings) -> Way:
@@ -62,6 +71,9 @@ METHODS = {
     "hispec": _ours("hispec", "the first exit drafts, the second one verifies before the target does", 2),
     "adadecode": _ours("adadecode", "each token leaves at the first exit that is sure of it (AdaDecode)", 1),
     "ngram": _ours("ngram", "drafts are copied from the text so far, by n-grams", 0),
+    "sprinter": _ours(
+        "sprinter", "LOSSY: drafted tokens that a trained verifier trusts are never judged by the model (SPRINTER)", 1
+    ),
     # By name alone: it measures the machine first, and needs an adapter that tells how often it is right.
     "auto": BenchMethod(build=_build_auto, promise="lossless", about='our engine with `plan="auto"`', by_default=False),
     "prompt-lookup": BenchMethod(

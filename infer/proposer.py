@@ -24,8 +24,8 @@ class Proposer(Protocol):
         """Put at most `wanted[-1]` tokens into `proposed[-1]` of each sequence, which is empty, and count them.
 
         Which tokens, and how many, may depend on what was committed and proposed before and on the distributions that
-        they are drawn from; a token that was drawn must be put there. That of a lossy method may commit tokens by itself,
-        and so finish sequences, which are then not verified.
+        they are drawn from; a token that was drawn must be put there. A lossy method's may commit tokens by itself, and
+        so finish sequences, which are then not verified.
         """
 
 

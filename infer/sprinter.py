@@ -1,4 +1,4 @@
-"""A trained verifier decides which drafted tokens need no target at all (SPRINTER, Zhong et al. 2025, arXiv 2502.04557).
+"""A trained verifier decides which drafted tokens need no target (SPRINTER, Zhong et al. 2025, arXiv 2502.04557).
 
 LOSSY: a token that the verifier trusts is committed at once, and the target never judges it. At the first token that
 it doubts, or after a set number of trusted ones, the target runs once over all that it has not seen, judges the
