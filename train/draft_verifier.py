@@ -77,7 +77,7 @@ def fit(judgements: Judgements, exit_layer: int) -> DraftVerifier:
         value.backward()
         return value
 
-    optimizer.step(loss)  # type: ignore[no-untyped-call]
+    optimizer.step(loss)
     with torch.no_grad():
         raw = weight / std
         return DraftVerifier(exit_layer=exit_layer, weight=raw, bias=bias - mean @ raw)
