@@ -22,7 +22,7 @@ class DraftVerifier:
     exit_layer: int
     """Of the exit that it was fitted to."""
     weight: Tensor
-    """`[F]` float32."""
+    """`[F]` float32, or only the last of these: one for each of `CONFIDENCE_FEATURES`."""
     bias: Tensor
     """`[]` float32."""
 
@@ -37,13 +37,15 @@ class DraftVerifier:
         logits: Tensor,  # [R, V_d], that it makes of it
     ) -> Tensor:  # [R] float32
         """How likely the base accepts the likeliest token of each row; NaN where a row is not finite."""
-        return self.of_features(draft_features(state, logits))
+        reads_state = len(self.weight) > len(CONFIDENCE_FEATURES)
+        return self.of_features(draft_features(state if reads_state else state[:, :0], logits))
 
     def of_features(
         self,
         features: Tensor,  # [R, F]
     ) -> Tensor:  # [R] float32
         """The same from `draft_features`."""
+        features = features[:, -len(self.weight) :]
         return (features @ self.weight.to(features.device) + self.bias.to(features.device)).sigmoid()
 
 

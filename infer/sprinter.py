@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from ..checkpoints import load_verifier
-from ..heads import DraftVerifier, EarlyExitModel, num_features
+from ..heads import CONFIDENCE_FEATURES, DraftVerifier, EarlyExitModel, num_features
 from .config import SamplingParams
 from .logits_reader import read_logits
 from .model_runner import ModelRunner
@@ -82,11 +82,12 @@ def find_verifier(model: EarlyExitModel, exit_layer: int) -> DraftVerifier:
                 "save them, fit one (python -m hispec.train.sprinter --adapter FOLDER --responses FILE), and load them"
             )
         verifier = load_verifier(model.adapter_folder)
-    if verifier.exit_layer != exit_layer or len(verifier.weight) != num_features(model.backbone.hidden_size):
+    widths = (len(CONFIDENCE_FEATURES), num_features(model.backbone.hidden_size))
+    if verifier.exit_layer != exit_layer or len(verifier.weight) not in widths:
         raise ValueError(
             f"the verifier was fitted to an exit at layer {verifier.exit_layer} with {len(verifier.weight)} features, "
-            f"but exit {exit_layer} drafts, with {num_features(model.backbone.hidden_size)}; draft with that exit "
-            f"(exit_layers), or fit another verifier: python -m hispec.train.sprinter --exit-layer {exit_layer}"
+            f"but exit {exit_layer} drafts, with {widths[0]} or {widths[1]}; draft with that exit (exit_layers), or "
+            f"fit another verifier: python -m hispec.train.sprinter --exit-layer {exit_layer}"
         )
     return verifier
 

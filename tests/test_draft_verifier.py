@@ -13,6 +13,7 @@ from hispec.infer import Engine, SamplingParams
 from hispec.train import OnlineStates
 from hispec.train.draft_verifier import Judgements, area_under_curve, collect, fit, measure
 from hispec.train.evaluate import level_scores
+from hispec.train.prompts import is_held_out
 from hispec.train.responses import write_responses
 from hispec.train.sprinter import choose_responses, main
 from hispec.train.windows import random_windows
@@ -32,7 +33,7 @@ def planted(num_rows, seed, strength):
 
 
 def test_it_finds_a_planted_signal_and_nothing_where_there_is_none():
-    verifier = fit(planted(3000, 0, 1.5), 2)
+    verifier = fit(planted(3000, 0, 1.5), 2, reads_state=True)
     measured = measure(verifier, planted(3000, 1, 1.5))
     assert measured["loss"] < measured["loss_without"] - 0.15
     assert measured["auc"] > 0.85
@@ -44,7 +45,7 @@ def test_it_finds_a_planted_signal_and_nothing_where_there_is_none():
     # Calibrated: of all it holds likely by so much, so many are accepted.
     probs = verifier.of_features(planted(3000, 1, 1.5).features)
     assert probs.mean().item() == pytest.approx(measured["accepted"], abs=0.03)
-    chance = measure(fit(planted(3000, 0, 0.0), 2), planted(3000, 1, 0.0))
+    chance = measure(fit(planted(3000, 0, 0.0), 2, reads_state=True), planted(3000, 1, 0.0))
     assert chance["auc"] == pytest.approx(0.5, abs=0.03)
 
 
@@ -223,7 +224,7 @@ class TestCommand:
 
     def test_it_fits_measures_and_puts_it_beside_the_adapter(self, places, capfd):
         folder, flags = places
-        assert self.run(flags, "--num-tokens", "1500", "--json") == 0
+        assert self.run(flags, "--num-tokens", "1500", "--held-out-fraction", "1", "--with-state", "--json") == 0
         measured = json.loads(capfd.readouterr().out)
         assert measured["auc"] > 0.55
         assert json.loads((folder / "adapter" / CONFIG).read_text())["measured"] == measured
@@ -232,7 +233,7 @@ class TestCommand:
         engine.generate([[5], [9, 9, 4]], SamplingParams(max_new_tokens=30, ignore_eos=True))
         assert engine.stats.num_skipped
         assert str(folder) not in (folder / "adapter" / CONFIG).read_text()
-        assert self.run(flags, "--num-tokens", "400", "--exit-layer", "4") == 0
+        assert self.run(flags, "--num-tokens", "400", "--held-out-fraction", "1", "--exit-layer", "4") == 0
         assert "AUC" in capfd.readouterr().out
         assert load_verifier(folder / "adapter").exit_layer == 4
 
@@ -244,7 +245,7 @@ class TestCommand:
             raise KeyboardInterrupt
 
         monkeypatch.setattr("hispec.train.sprinter.fit", interrupt)
-        assert self.run(flags, "--num-tokens", "200") == 130
+        assert self.run(flags, "--num-tokens", "200", "--held-out-fraction", "1") == 130
         assert "interrupted; nothing was written" in capfd.readouterr().err
         assert {path.name: path.read_bytes() for path in (folder / "adapter").iterdir()} == before
 
@@ -253,8 +254,12 @@ class TestCommand:
         [
             ({"--adapter": "/nowhere"}, "the adapter /nowhere is no folder here; give --adapter FOLDER"),
             ({"--responses": "/nowhere.jsonl"}, "there is no file /nowhere.jsonl"),
-            ({"--exit-layer": "3"}, "exit layer 3 has no head; the adapter has exits at 2,4"),
+            (
+                {"--exit-layer": "3", "--held-out-fraction": "1"},
+                "exit layer 3 has no head; the adapter has exits at 2,4",
+            ),
             ({"--num-tokens": "0"}, "num_tokens is 0"),
+            ({"--held-out-fraction": "2"}, "held_out_fraction is 2.0; it must be above 0"),
         ],
     )
     def test_what_the_user_can_mend(self, places, capfd, changes, message):
@@ -263,12 +268,13 @@ class TestCommand:
         assert error.startswith("hispec.train.sprinter: error: ")
         assert message in error
 
-    def test_responses_are_split_by_prompt_as_in_training(self, places):
-        folder, _ = places
-        training, held_out = choose_responses(folder / "responses.jsonl", 0.3, 800)
-        assert not {response.prompt_id for response in training} & {response.prompt_id for response in held_out}
-        sizes = [sum(response.num_answer_tokens for response in part) for part in (training, held_out)]
-        assert 600 <= sizes[0] < 624
-        assert 200 <= sizes[1] < 224
-        with pytest.raises(ValueError, match="holds no response to measure with"):
-            choose_responses(folder / "responses.jsonl", 1e-9, 800)
+    def test_responses_are_those_of_held_out_prompts(self, places):
+        path = places[0] / "responses.jsonl"
+        parts = choose_responses(path, 0.6, 400)
+        names = [{response.prompt_id for response in part} for part in parts]
+        assert not names[0] & names[1]
+        assert all(is_held_out(name, 0.6) for name in names[0] | names[1])
+        for part in parts:
+            assert 200 <= sum(response.num_answer_tokens for response in part) < 224
+        with pytest.raises(ValueError, match="holds responses to 0 prompts that were held out"):
+            choose_responses(path, 1e-9, 400)

@@ -74,9 +74,9 @@ def sprint(model, judge, prompt, *, length=40, cap=8, threshold=0.5):
             hidden = backbone.run_layers(backbone.embed(torch.tensor(known), positions), 0, 2, positions, attend)
             state = head(hidden, None, positions, DenseAttention([len(known)]))[0, -1:]
             logits = model.exit_logits(0, state)
-            token_id, own = int(logits.argmax()), None
+            token_id = int(logits.argmax())
             if judge.of_features(draft_features(state, logits)).item() < threshold:
-                if (own := ask_target()) == token_id:
+                if ask_target() == token_id:
                     known.append(token_id)
                     origins.append("draft")
                 break
@@ -272,7 +272,7 @@ def test_what_it_refuses(base, model):
         engine_for(model, None)
     with pytest.raises(ValueError, match=r"fitted to an exit at layer 2 .*, but exit 4 drafts.*--exit-layer 4"):
         engine_for(model, verifier(YES), exit_layers=(4,))
-    with pytest.raises(ValueError, match="with 30 features, but exit 2 drafts, with 35"):
+    with pytest.raises(ValueError, match="with 30 features, but exit 2 drafts, with 3 or 35"):
         engine_for(model, DraftVerifier(exit_layer=2, weight=torch.zeros(30), bias=torch.tensor(0.0)))
     engine = engine_for(model, verifier(YES))
     with pytest.raises(ValueError, match=r"temperature is 0\.7, but method 'sprinter' decodes greedily alone"):

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from ..heads import DraftVerifier, EarlyExitModel, draft_features, num_features
+from ..heads import CONFIDENCE_FEATURES, DraftVerifier, EarlyExitModel, draft_features, num_features
 from .cache import StateSource
 from .exit_states import batch_context, exit_state, head_logits
 from .windows import random_windows
@@ -59,9 +59,14 @@ def collect(
     return Judgements(torch.cat(parts), torch.cat(labels))
 
 
-def fit(judgements: Judgements, exit_layer: int) -> DraftVerifier:
-    """The logistic model of least mean loss, with a little weight decay; ValueError where one side has no rows."""
+def fit(judgements: Judgements, exit_layer: int, *, reads_state: bool = False) -> DraftVerifier:
+    """The logistic model of least mean loss, with a little weight decay; ValueError where one side has no rows.
+
+    Without `reads_state` it reads `CONFIDENCE_FEATURES` alone, which need few rows.
+    """
     features, labels = judgements.features, judgements.is_accepted.float()
+    if not reads_state:
+        features = features[:, -len(CONFIDENCE_FEATURES) :]
     if len(labels) == 0 or labels.min() == labels.max():
         what = "no token" if len(labels) == 0 else f"{int(labels.sum())} of {len(labels)} tokens accepted"
         raise ValueError(f"the responses have {what}, so there is nothing to tell apart; give more responses")

@@ -1,7 +1,7 @@
 """Fit the verifier of an adapter's draft exit, for the LOSSY method `sprinter`, and put it beside the adapter.
 
-It reads responses of the base once (about a minute for the default on two cores) and fits a logistic model; nothing is
-written before the end, and then both files of it at once.
+It reads responses of the base to held-out prompts, in less than a minute for the default on two cores, and fits a
+logistic model; nothing is written before the end.
 """
 
 import argparse
@@ -21,9 +21,7 @@ from .online import OnlineStates
 from .prompts import is_held_out
 from .responses import Response, read_responses
 
-NUM_TOKENS = 24_000
-HELD_OUT_SHARE = 0.25
-"""Of the tokens that are read: those of prompts which the heads were not trained on either, to measure with."""
+NUM_TOKENS = 12_000
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -37,7 +35,18 @@ def build_parser() -> argparse.ArgumentParser:
     add("--adapter", type=Path, metavar="FOLDER", help="the heads, and where the verifier goes (default: the shipped)")
     add("--responses", type=Path, required=True, metavar="FILE", help="the base's own: a run's responses.jsonl")
     add("--exit-layer", type=int, metavar="N", help="the exit that drafts (default: the shallowest)")
-    add("--num-tokens", type=int, default=NUM_TOKENS, metavar="N", help=f"to read (default: {NUM_TOKENS})")
+    add("--num-tokens", type=int, default=NUM_TOKENS, metavar="N", help=f"of answers to read (default: {NUM_TOKENS})")
+    add(
+        "--held-out-fraction",
+        type=float,
+        metavar="P",
+        help="of the prompts: those that the heads were not trained on (default: the recipe's); 1 takes all",
+    )
+    add(
+        "--with-state",
+        action="store_true",
+        help="let the verifier read the exit's hidden state too, which takes far more tokens to be worth it",
+    )
     add("--dtype", default="auto", help="of the base: auto, float32, bfloat16 or float16")
     add("--device", default="auto", help="auto, cpu or cuda")
     add("--json", action="store_true", help="print what was measured as one JSON object")
@@ -53,11 +62,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if folder is None or not folder.expanduser().is_dir():
             shown = "no adapter comes with this model" if folder is None else f"the adapter {folder} is no folder here"
             raise ValueError(f"{shown}; give --adapter FOLDER, where the verifier can be put")
-        training, held_out = choose_responses(options.responses, held_out_fraction(options.model), options.num_tokens)
+        fraction = options.held_out_fraction or usual_fraction(options.model)
+        chosen = choose_responses(options.responses, fraction, options.num_tokens)
         source = resolve_model(options.model)
         base, _ = load_base(source.source, dtype=options.dtype, device=options.device, revision=source.revision)
         model = load_adapter(folder, base=base)
-        measured = fit_verifier(model, training, held_out, exit_layer=options.exit_layer)
+        measured = fit_verifier(model, *chosen, exit_layer=options.exit_layer, reads_state=options.with_state)
     except (OSError, ValueError) as error:
         print(f"hispec.train.sprinter: error: {error}", file=sys.stderr)
         return 2
@@ -69,31 +79,39 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def held_out_fraction(name: str) -> float:
-    """Of the prompts those that an alias's recipe keeps for evaluation; the usual fraction for other models."""
+def usual_fraction(name: str) -> float:
+    """Of the prompts those that an alias's recipe keeps for evaluation; for other models those of any recipe."""
     data = load_recipe(name).data if name in list_recipes() else DataRecipe()
     return data.held_out_fraction
 
 
 def choose_responses(path: Path, fraction: float, num_tokens: int) -> tuple[list[Response], list[Response]]:
-    """Those to fit to and those to measure with, of `num_tokens` answer tokens in all as far as the file has them.
+    """Those to fit to and those to measure with, half of `num_tokens` answer tokens each, as far as the file has them.
 
-    ValueError for a file without enough prompts of either kind.
+    All are of prompts that the heads were not trained on, where they are surer than they ought to be; no prompt is in
+    both. ValueError for a file without two such prompts.
     """
     if num_tokens < 1:
         raise ValueError(f"num_tokens is {num_tokens}; it must be at least 1")
+    if not 0 < fraction <= 1:
+        raise ValueError(f"held_out_fraction is {fraction}; it must be above 0 and at most 1")
     if not path.is_file():
         raise ValueError(f"there is no file {path}; give the responses.jsonl of a run of hispec-train")
     parts: tuple[list[Response], list[Response]] = ([], [])
-    left = [num_tokens * (1 - HELD_OUT_SHARE), num_tokens * HELD_OUT_SHARE]
+    sizes, part_of = [0, 0], dict[str, int]()
     for response in read_responses(path):
-        kind = int(is_held_out(response.prompt_id, fraction))
-        if left[kind] > 0:
-            parts[kind].append(response)
-            left[kind] -= response.num_answer_tokens
+        if not is_held_out(response.prompt_id, fraction):
+            continue
+        part = part_of.setdefault(response.prompt_id, int(sizes[1] < sizes[0]))
+        if sizes[part] < num_tokens / 2:
+            parts[part].append(response)
+            sizes[part] += response.num_answer_tokens
     if not all(parts):
-        missing = "measure" if parts[0] else "fit"
-        raise ValueError(f"{path} holds no response to {missing} with; give a file of more prompts")
+        raise ValueError(
+            f"{path} holds responses to {len(part_of)} prompts that were held out (fraction {fraction}), and fitting and "
+            "measuring need one each; give a file of more prompts, or, where the heads were trained on none of it, "
+            "--held-out-fraction 1"
+        )
     return parts
 
 
@@ -103,6 +121,7 @@ def fit_verifier(
     held_out: Sequence[Response],
     *,
     exit_layer: int | None = None,  # None takes the shallowest
+    reads_state: bool = False,  # see `fit`
 ) -> dict[str, Any]:
     """Fit, measure on `held_out`, and put the verifier beside the adapter and into the model; what was measured.
 
@@ -117,7 +136,7 @@ def fit_verifier(
     settings: dict[str, Any] = {"exit_index": model.exit_layers.index(exit_layer)}
     settings["max_window"] = EngineConfig().max_skipped_tokens
     known_rows = collect(model, states, range(len(training)), **settings)
-    verifier = fit(known_rows, exit_layer)
+    verifier = fit(known_rows, exit_layer, reads_state=reads_state)
     rows = collect(model, states, range(len(training), len(states.sequences)), **settings)
     measured = measure(verifier, rows)
     run = {"num_tokens": len(known_rows.is_accepted), "versions": package_versions()}
