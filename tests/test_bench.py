@@ -237,15 +237,8 @@ def test_sprinter_has_its_agreement_beside_its_speed(places, base, tmp_path, cap
     folder, flags = places
     heads = tmp_path / "heads"
     save_adapter(build_heads(shallow(base, 2), "random", (2,), head="mlp"), heads)
-    flags = [
-        *flags[:3],
-        str(heads),
-        *flags[4:],
-        "--prompts",
-        str(folder / "short.jsonl"),
-        "--output",
-        str(tmp_path / "out"),
-    ]
+    flags = [*flags[:3], str(heads), *flags[4:], "--prompts", str(folder / "short.jsonl")]
+    flags += ["--output", str(tmp_path / "out")]
     assert main([*flags, "--methods", "sprinter"]) == 2
     assert "has no verifier, which method 'sprinter' needs; fit one:" in capfd.readouterr().err
     trusting = DraftVerifier(exit_layer=2, weight=torch.zeros(35), bias=torch.tensor(9.0))

@@ -87,13 +87,15 @@ def sprint(model, judge, prompt, *, length=40, cap=8, threshold=0.5):
     return known[len(prompt) :], origins
 
 
-@pytest.mark.parametrize("cap", [1, 3, 8])
-@pytest.mark.parametrize(("bias", "margin"), [(NO, 0), (YES, 0), (-2.5, 10)])
+@pytest.mark.parametrize(
+    ("bias", "margin", "cap"), [(NO, 0, 3), (YES, 0, 8), (-2.5, 10, 1), (-2.5, 10, 3), (-2.5, 10, 8)]
+)
 def test_it_is_the_method_computed_anew_for_every_token(lone, bias, margin, cap):
     judge = verifier(bias, margin)
-    completions = engine_for(lone, judge, max_skipped_tokens=cap, block_size=4).generate(PROMPTS, PARAMS)
+    params = SamplingParams(max_new_tokens=24, ignore_eos=True)
+    completions = engine_for(lone, judge, max_skipped_tokens=cap, block_size=4).generate(PROMPTS, params)
     for prompt, completion in zip(PROMPTS, completions, strict=True):
-        assert (completion.token_ids, completion.origins) == sprint(lone, judge, prompt, cap=cap)
+        assert (completion.token_ids, completion.origins) == sprint(lone, judge, prompt, length=24, cap=cap)
         assert_counts(completion.stats)
     if margin:
         assert any(
@@ -101,7 +103,7 @@ def test_it_is_the_method_computed_anew_for_every_token(lone, bias, margin, cap)
         )
 
 
-@pytest.mark.parametrize("length", range(1, 12))
+@pytest.mark.parametrize("length", [1, 2, 5, 6, 7, 11])
 def test_the_limit_falls_anywhere(lone, length):
     judge = verifier(YES)
     params = SamplingParams(max_new_tokens=length, ignore_eos=True)
@@ -159,7 +161,7 @@ def test_the_target_is_spared(model):
     assert draft.num_rounds == engine.stats.num_skipped == 39 - target.num_rounds
 
 
-@pytest.mark.parametrize("place", [1, 2, 5])
+@pytest.mark.parametrize("place", [1, 5])
 def test_a_trusted_end_token_ends_the_text_at_once(lone, place):
     """No target is asked about it, and nothing behind it is drafted; others in the batch go on."""
     engine = engine_for(lone, verifier(YES))

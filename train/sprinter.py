@@ -108,8 +108,8 @@ def choose_responses(path: Path, fraction: float, num_tokens: int) -> tuple[list
             sizes[part] += response.num_answer_tokens
     if not all(parts):
         raise ValueError(
-            f"{path} holds responses to {len(part_of)} prompts that were held out (fraction {fraction}), and fitting and "
-            "measuring need one each; give a file of more prompts, or, where the heads were trained on none of it, "
+            f"{path} holds responses to {len(part_of)} prompts that were held out (fraction {fraction}), and fitting "
+            "and measuring need one each; give a file of more prompts, or, where the heads were trained on none of it, "
             "--held-out-fraction 1"
         )
     return parts
