@@ -51,9 +51,10 @@ def save_verifier(
         "measured": measured,
         "run": run,
     }
+    text = json.dumps(config, indent=2) + "\n"
     try:
         write_atomically(folder / VERIFIER_WEIGHTS_FILE, content)
-        write_atomically(folder / VERIFIER_CONFIG_FILE, json.dumps(config, indent=2) + "\n")
+        write_atomically(folder / VERIFIER_CONFIG_FILE, text)
     except OSError as error:
         raise ValueError(
             f"cannot write the verifier to {folder} ({error.strerror}); make room there, or fit it to a copy of the "

@@ -20,7 +20,7 @@ from .bench_report import bench_files, describe_cells, describe_failures
 from .bench_schema import MethodResult, Result
 from .bench_summary import is_lossless, summarise
 from .benchmark import Benchmark, BenchOptions
-from .config import EngineConfig
+from .config import LOSSY_METHODS, EngineConfig
 from .engine import Engine
 from .footprint import level_bytes
 from .methods import METHODS, choose_methods
@@ -289,7 +289,7 @@ def build_result(
         if (engine_method := METHODS[name].engine_method) is not None:
             config = EngineConfig(
                 method=engine_method,
-                lossy=METHODS[name].promise == "lossy",
+                lossy=engine_method in LOSSY_METHODS,
                 num_draft_tokens=settings.num_draft_tokens,
                 num_provisional_tokens=settings.num_provisional_tokens,
                 max_num_seqs=settings.max_num_seqs,

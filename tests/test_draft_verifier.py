@@ -7,7 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hispec.checkpoints import load_adapter, load_verifier, save_adapter, save_verifier
+from hispec.checkpoints import load_adapter, load_verifier, save_adapter, save_verifier, verifier_file
+from hispec.checkpoints.atomic import write_atomically
 from hispec.heads import DraftVerifier, draft_features, num_features
 from hispec.infer import Engine, SamplingParams
 from hispec.train import OnlineStates
@@ -99,12 +100,12 @@ def test_rows_are_judged_as_in_evaluation(model, exit_index):
 
 
 def test_it_ranks_a_real_exits_tokens_better_than_chance(base):
-    model = build_heads(shallow(base, 3), "good", (2,))
+    model = build_heads(shallow(base, 3), "good", (1,))
     states = OnlineStates(random_responses(120))
     judged = collect(model, states, range(90)), collect(model, states, range(90, 120))
-    measured = measure(fit(judged[0], 2), judged[1])
+    measured = measure(fit(judged[0], 1), judged[1])
     assert measured["auc"] > 0.6
-    assert measured["loss"] < measured["loss_without"]
+    assert measured["loss"] < measured["loss_without"] - 0.03
 
 
 class TestFiles:
@@ -194,30 +195,33 @@ class TestFiles:
             self.save(folder, 3)
         assert torch.equal(load_verifier(folder).weight, before.weight)
 
-    def test_between_the_two_files_there_is_none(self, folder, monkeypatch):
-        monkeypatch.setattr(json, "dumps", lambda *arguments, **options: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            self.save(folder, 3)
-        assert torch.equal(load_verifier(folder).weight, self.save_elsewhere(1))
+    def test_killed_between_the_two_files_there_is_none(self, folder, monkeypatch):
+        def killed(path, content):
+            if path.name == CONFIG:
+                raise KeyboardInterrupt
+            write_atomically(path, content)
 
-    @staticmethod
-    def save_elsewhere(seed):
-        return torch.randn(35, generator=torch.Generator().manual_seed(seed))
+        monkeypatch.setattr(verifier_file, "write_atomically", killed)
+        with pytest.raises(KeyboardInterrupt):
+            self.save(folder, 3)
+        with pytest.raises(ValueError, match=f"is not the file that {CONFIG} belongs to; fit one:"):
+            load_verifier(folder)
+
+
+@pytest.fixture(scope="module")
+def places(base, tmp_path_factory):
+    """A base, an adapter for it, responses, and the flags that name them."""
+    folder = tmp_path_factory.mktemp("sprinter")
+    base = shallow(base, 3)
+    base.save_pretrained(folder / "base")
+    build_tokenizer().save_pretrained(folder / "base")
+    save_adapter(build_heads(base, "good", (2, 4), draft_vocab_size=60), folder / "adapter")
+    write_responses(folder / "responses.jsonl", random_responses(200))
+    flags = {"--model": folder / "base", "--adapter": folder / "adapter", "--responses": folder / "responses.jsonl"}
+    return folder, {name: str(value) for name, value in flags.items()}
 
 
 class TestCommand:
-    @pytest.fixture(scope="class")
-    def places(self, base, tmp_path_factory):
-        """A base, an adapter for it, responses, and the flags that name them."""
-        folder = tmp_path_factory.mktemp("sprinter")
-        base = shallow(base, 3)
-        base.save_pretrained(folder / "base")
-        build_tokenizer().save_pretrained(folder / "base")
-        save_adapter(build_heads(base, "good", (2, 4), draft_vocab_size=60), folder / "adapter")
-        write_responses(folder / "responses.jsonl", random_responses(200))
-        flags = {"--model": folder / "base", "--adapter": folder / "adapter", "--responses": folder / "responses.jsonl"}
-        return folder, {name: str(value) for name, value in flags.items()}
-
     @staticmethod
     def run(flags, *more):
         return main([part for item in flags.items() for part in item] + [*more])

@@ -244,7 +244,7 @@ def test_a_doubted_token_without_finite_states_spoils_nothing_before_it(monkeypa
     while not completions:
         completions = engine.step()
     assert completions[0].finish_reason == "length"
-    assert len(set(spoilt)) == completions[0].stats.levels["target"].num_rounds > 10
+    assert len(set(spoilt)) == completions[0].stats.levels["target"].num_drafted > 10
     chosen = target_choices(model.base, PROMPTS[1], completions[0].token_ids)
     for token_id, choice, origin in zip(completions[0].token_ids, chosen, completions[0].origins, strict=True):
         assert origin == "draft" or token_id == choice
