@@ -28,6 +28,9 @@ RUN_FILE = "run.json"
 CARD_FILE = "README.md"
 REPORT_FILE, FIGURES_FOLDER = "report.md", "figures"
 ADAPTER_FILES = [CONFIG_FILE, WEIGHTS_FILE, RUN_FILE]
+VERIFIER_CONFIG_FILE, VERIFIER_WEIGHTS_FILE = "draft_verifier.json", "draft_verifier.safetensors"
+VERIFIER_FILES = [VERIFIER_CONFIG_FILE, VERIFIER_WEIGHTS_FILE]
+"""Optional: see `verifier_file`."""
 CONFIG_KEYS = {"format_version", "base_model_name_or_path", "revision", "base_fingerprint", "heads"}
 PEFT_KEYS = {"peft_type", "task_type", "peft_version", "auto_mapping", "inference_mode"}
 """What peft writes for itself, or reads: see `peft_method`."""
@@ -49,8 +52,8 @@ def save_adapter(
 ) -> None:
     """Write the heads of `model`, without any weight of the base, wholly or not at all.
 
-    An adapter that is in `folder` already is replaced, its report too, its README.md kept. Raises ValueError where
-    the folder holds other files, or cannot be written.
+    An adapter that is in `folder` already is replaced, its report too, its README.md kept; a verifier of the old heads
+    goes. Raises ValueError where the folder holds other files, or cannot be written.
     """
     folder = Path(folder).expanduser()
     if not model.exit_layers:
@@ -108,6 +111,7 @@ def load_adapter(
     model.heads.load_state_dict(tensors)
     model.refresh_draft_vocab()
     model.acceptance = _read_acceptance(folder)
+    model.adapter_folder = folder
     return model
 
 
@@ -149,7 +153,8 @@ def check_replaceable(folder: Path) -> None:
         raise ValueError(f"{folder} is a file; choose a folder for the adapter")
     if not folder.is_dir():
         return
-    others = {path.name for path in folder.iterdir()} - {*ADAPTER_FILES, CARD_FILE, REPORT_FILE, FIGURES_FOLDER}
+    known = {*ADAPTER_FILES, *VERIFIER_FILES, CARD_FILE, REPORT_FILE, FIGURES_FOLDER}
+    others = {path.name for path in folder.iterdir()} - known
     others |= {path.name for path in (folder / FIGURES_FOLDER).glob("*") if path.suffix != ".svg"}
     if others:
         raise ValueError(f"{folder} holds other files ({', '.join(sorted(others)[:3])}); choose a new folder")
@@ -169,7 +174,7 @@ def _find(source: str, revision: str | None) -> Path:
     if source and folder.is_dir():
         return folder
     if is_hub_id(source):
-        folder = download(source, revision, ADAPTER_FILES)
+        folder = download(source, revision, [*ADAPTER_FILES, *VERIFIER_FILES])
         for name in (CONFIG_FILE, WEIGHTS_FILE):
             if not (folder / name).is_file():
                 raise ValueError(f"{source!r} holds no {name}, so it is no adapter of hispec; check the name")

@@ -15,12 +15,12 @@ SECONDS_TO_WRITE = 24 * 60 * 60
 """No process writes one folder for longer: what is older was left by one that was killed."""
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file at once: whenever this is interrupted or killed, `path` holds its old text or the new one."""
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write a file at once: whenever this is interrupted or killed, `path` holds its old content or the new one."""
     partial = path.with_name(path.name + ".partial")
     try:
-        with partial.open("w", encoding="utf-8") as file:
-            file.write(text)
+        with partial.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)

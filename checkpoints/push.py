@@ -14,10 +14,11 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.errors import RepositoryNotFoundError
 from huggingface_hub.hf_api import RepoFile
 
-from .adapter import CARD_FILE, CONFIG_FILE, RUN_FILE, WEIGHTS_FILE, check_adapter
+from .adapter import CARD_FILE, CONFIG_FILE, RUN_FILE, VERIFIER_FILES, WEIGHTS_FILE, check_adapter
 from .hub import HUB_ID, LOGIN, explain_refusal, is_passing
 from .licence import find_licence
 from .model_card import check_card, is_public_base, make_card
+from .verifier_file import load_verifier
 
 REPORT_FILES = ("report.md", "report.html")
 FIGURES = "figures"
@@ -109,7 +110,7 @@ def prepare_upload(folder: str | Path, repo: str, *, token: str | None = None) -
         inner = folder / "adapter"
         hint = f"; did you mean {inner}?" if (inner / CONFIG_FILE).is_file() else "; give one that save_adapter wrote"
         raise ValueError(f"{folder} holds no {CONFIG_FILE}{hint}")
-    found = [folder / name for name in (CONFIG_FILE, WEIGHTS_FILE, RUN_FILE, CARD_FILE, *REPORT_FILES)]
+    found = [folder / name for name in (CONFIG_FILE, WEIGHTS_FILE, RUN_FILE, CARD_FILE, *VERIFIER_FILES, *REPORT_FILES)]
     figures = folder / FIGURES
     _check_not_linked(figures)
     if figures.is_dir():
@@ -118,6 +119,8 @@ def prepare_upload(folder: str | Path, repo: str, *, token: str | None = None) -
     for path in files.values():
         _check_not_linked(path)
     config = check_adapter(folder)
+    if not files.keys().isdisjoint(VERIFIER_FILES):
+        load_verifier(folder)
     base = config["base_model_name_or_path"]
     if base is not None and not is_public_base(base):
         raise ValueError(f"{folder / CONFIG_FILE} names the base {base!r}, which is no hub id; write user/name or null")
@@ -159,7 +162,7 @@ def _is_ours(name: str) -> bool:
     """Whether a path in a repository is one that an adapter may have."""
     path = Path(name)
     is_figure = path.parent == Path(FIGURES) and path.suffix in FIGURE_SUFFIXES
-    return is_figure or name in (CONFIG_FILE, WEIGHTS_FILE, RUN_FILE, *REPORT_FILES)
+    return is_figure or name in (CONFIG_FILE, WEIGHTS_FILE, RUN_FILE, *VERIFIER_FILES, *REPORT_FILES)
 
 
 def _try_again(commit: Callable[[], str]) -> str:

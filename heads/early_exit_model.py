@@ -5,6 +5,7 @@ T tokens side by side in a packed batch; D hidden size; V vocabulary; V_d draft 
 
 import copy
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from transformers import PreTrainedModel
 from .architectures import find_parts
 from .backbone import Backbone
 from .config import ExitHeadConfig, HeadKind, check_exit_layers, head_kinds
+from .draft_verifier import DraftVerifier
 from .exit_head import ExitHead
 from .product import Product, tensor_state
 from .stand_in import base_of, stand_ins
@@ -50,6 +52,10 @@ class EarlyExitModel(nn.Module):
         """How often `follow_tensors` has found the tensors changed."""
         self.acceptance: Mapping[str, Any] | None = None
         """How often the heads were measured to be right, from their adapter's run.json; None where it does not tell."""
+        self.verifier: DraftVerifier | None = None
+        """For the lossy method `sprinter`; None takes that of the adapter, where it has one."""
+        self.adapter_folder: Path | None = None
+        """Where the heads were read from; None where they were made anew."""
         self.refresh_draft_vocab()
         self._watched = list(self.parameters())
         self._state = self._tensor_state()

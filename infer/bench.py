@@ -20,7 +20,7 @@ from .bench_report import bench_files, describe_cells, describe_failures
 from .bench_schema import MethodResult, Result
 from .bench_summary import is_lossless, summarise
 from .benchmark import Benchmark, BenchOptions
-from .config import EngineConfig
+from .config import LOSSY_METHODS, EngineConfig
 from .engine import Engine
 from .footprint import level_bytes
 from .methods import METHODS, choose_methods
@@ -57,7 +57,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--methods",
         type=lambda text: text.split(","),
         metavar="NAME,NAME",
-        help=f"of {', '.join(METHODS)} (default: all that the heads serve); generate always runs",
+        help=f"of {', '.join(METHODS)} (default: all that the heads serve, but auto and sprinter, which is LOSSY); "
+        "generate always runs",
     )
     add("--batch-size", type=_numbers(int), default=(1,), metavar="N,N", help="prompts side by side (default: 1)")
     add("--max-new-tokens", type=int, metavar="N", help=f"of each answer (default: {USUAL['max_new_tokens']})")
@@ -65,6 +66,13 @@ def build_parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0, help="of sampled texts (default: 0)")
     add("--num-draft-tokens", type=int, default=2, metavar="N", help="before a verification (default: 2)")
     add("--num-provisional-tokens", type=int, default=4, metavar="N", help="before the target is asked (default: 4)")
+    add(
+        "--verifier-threshold",
+        type=float,
+        default=0.5,
+        metavar="P",
+        help="of sprinter, which is lossy: how sure its verifier must be of a token (default: 0.5)",
+    )
     add("--repeats", type=int, metavar="N", help=f"times that each prompt is measured (default: {USUAL['repeats']})")
     add("--dtype", default="auto", help="auto, float32 (all texts must be equal) or bfloat16")
     add("--device", default="auto", help="auto, cpu or cuda")
@@ -190,6 +198,7 @@ def way_settings(options: argparse.Namespace, sets: Sequence[PromptSet]) -> WayS
     return WaySettings(
         num_draft_tokens=options.num_draft_tokens,
         num_provisional_tokens=options.num_provisional_tokens,
+        verifier_threshold=options.verifier_threshold,
         max_num_seqs=max(options.batch_size),
         max_length=longest,
     )
@@ -219,6 +228,7 @@ def describe_run(
         "max_new_tokens": bench.max_new_tokens,
         "num_draft_tokens": options.num_draft_tokens,
         "num_provisional_tokens": options.num_provisional_tokens,
+        "verifier_threshold": options.verifier_threshold,
         "num_repeats": bench.num_repeats,
         "sets": {prompts.name: {"num_prompts": len(prompts.ids), "digest": prompts.digest} for prompts in sets},
         "versions": package_versions(),
@@ -279,6 +289,7 @@ def build_result(
         if (engine_method := METHODS[name].engine_method) is not None:
             config = EngineConfig(
                 method=engine_method,
+                lossy=engine_method in LOSSY_METHODS,
                 num_draft_tokens=settings.num_draft_tokens,
                 num_provisional_tokens=settings.num_provisional_tokens,
                 max_num_seqs=settings.max_num_seqs,

@@ -7,6 +7,7 @@ from ..checkpoints.markdown import escape, figure, prose, table
 from .bench_charts import draw_bench_charts
 from .bench_schema import Cell, Result, Spread
 from .bench_summary import ALL, failures
+from .methods import METHODS
 
 FIGURES = {
     "speedup": "tokens a second over those of generate, by set and method",
@@ -16,7 +17,7 @@ FIGURES = {
 }
 SPEED_HEADER = (
     *("method", "tokens/s", "x generate", "middle half", "ms/token", "ms to first"),
-    *("own text", "kept", "length"),
+    *("own text", "own tokens", "kept", "length"),
 )
 
 
@@ -75,6 +76,7 @@ def speed_row(cell: Cell) -> tuple[str, ...]:
         _number(cell["seconds_per_token"], ".1f", 1000),
         _number(cell["seconds_to_first_token"], ".0f", 1000),
         _own_text(cell),
+        "" if cell["check"] is None else f"{cell['check']['share_chosen']:.1%}",
         "" if target is None or target["acceptance_rate"] is None else f"{target['acceptance_rate']:.0%}",
         "" if target is None or target["acceptance_length"] is None else f"{target['acceptance_length']:.2f}",
     )
@@ -86,6 +88,8 @@ def _own_text(cell: Cell) -> str:
         return "not asked"
     text = f"{check['num_equal']} of {check['num_texts']}"
     if check["num_equal"] < check["num_texts"]:
+        if METHODS[cell["method"]].promise == "lossy":
+            return f"{text}, LOSSY"
         text += ", near ties" if check["is_lossless"] else f", NOT ({_gap(check['largest_gap'])})"
     return text
 
@@ -114,13 +118,21 @@ def _summary(result: Result) -> list[str]:
         Every prompt by every method in turn, in one process; ratios are taken prompt by prompt (or batch by batch) to
         transformers' own `generate` in the same round, and are medians. `own text` counts answers that are
         token-identical to the greedy `generate` of the prompt alone, or, sampled, to our plain decoding with the same
-        seed.
+        seed; `own tokens` is the share of tokens that the model itself would choose behind all that stands before them.
         """
     verdict = f"**{escape(loud)}**" if (loud := describe_failures(result)) else _verdict(result)
-    blocks = [verdict, prose(about)]
+    blocks = [verdict, *_lossy(result), prose(about)]
     if not result["is_complete"]:
         blocks.append("The time limit came before the last round; what is here was measured whole.")
     return blocks
+
+
+def _lossy(result: Result) -> list[str]:
+    """What is said of methods that do not promise the model's own text."""
+    names = [escape(name) for name, method in result["methods"].items() if method["promise"] == "lossy"]
+    if not names:
+        return []
+    return [f"**Lossy: {', '.join(names)}.** Texts are not the model's own; hold the speed against `own tokens`."]
 
 
 def _verdict(result: Result) -> str:
@@ -156,6 +168,11 @@ def _levels(cells: Sequence[Cell]) -> list[str]:
             f"{_share(cell, 'prefill')} of the time is prefill, {_share(cell, 'other')} none of the stages."
             for cell in ours
             if cell["layers_per_token"] is not None and cell["wasted_layers_per_token"] is not None
+        ]
+        passes += [
+            f"- {escape(cell['method'])}: of {cell['skipped_share']:.0%} of the tokens the model was never asked."
+            for cell in ours
+            if cell["skipped_share"]
         ]
         blocks += ["\n".join(passes)] if passes else []
     return blocks or ["No method with several levels was run."]

@@ -49,6 +49,9 @@ class Check(TypedDict):
     """Token-identical to the greedy `generate` of one prompt; sampled, to our plain decoding with the same seed."""
     share_agreeing: float
     """Of the new tokens those before a text's first difference."""
+    share_chosen: float
+    """Teacher-forced: of the new tokens those that are the model's own choice given all before them, as its own forward
+    reads every text that is not equal. What a lossy method's speed is to be held against."""
     largest_gap: float | None
     """Of texts that are not equal: by how much the model's own choice is ahead of a token at most, read by its own
     forward; null where a token cannot be the model's choice at all."""
@@ -65,7 +68,7 @@ class Cell(TypedDict):
     batch_size: int
     method: str
     refused: str | None
-    """What a peer said instead of an answer; then all that follows is null."""
+    """What a peer, or a lossy method, said instead of an answer; then all that follows is null."""
     num_calls: int
     num_new_tokens: int
     tokens_per_second: Spread | None
@@ -88,6 +91,9 @@ class Cell(TypedDict):
     """Decoder layers run in rounds, per token that rounds committed."""
     wasted_layers_per_token: float | None
     """Of these, those beyond the model's own depth: tokens that were turned down, and the layers of heads."""
+    skipped_share: float | None
+    """Of the tokens behind the prefill's those that the target was never asked about: 0 for lossless methods, null for
+    peers."""
     peak_bytes: int | None
     """The most of `memory_kind` in use during its calls."""
     check: Check | None

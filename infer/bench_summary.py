@@ -96,6 +96,7 @@ def _cell(
         "verification_to_draft_time": _verification_to_draft(levels),
         "layers_per_token": layers,
         "wasted_layers_per_token": None if layers is None else layers - num_layers,
+        "skipped_share": _skipped_share([record["stats"] for record in with_stats]),
         "peak_bytes": max(peaks, default=None),
         "check": _check(answered),
     }
@@ -151,6 +152,11 @@ def _layers_per_token(all_stats: Records) -> float | None:
     return passes / num_tokens if num_tokens else None
 
 
+def _skipped_share(all_stats: Records) -> float | None:
+    num_tokens = sum(stats["num_committed"] - stats["num_prefills"] for stats in all_stats)
+    return sum(stats["num_skipped"] for stats in all_stats) / num_tokens if num_tokens else None
+
+
 def _time_shares(records: Records) -> dict[str, float] | None:
     seconds = sum(record["seconds"] for record in records)
     if not seconds:
@@ -185,6 +191,7 @@ def _check(records: Records) -> Check | None:
         "num_texts": sum(check["num_texts"] for check in checks),
         "num_equal": sum(check["num_equal"] for check in checks),
         "share_agreeing": sum(check["num_agreeing_tokens"] for check in checks) / num_tokens if num_tokens else 1.0,
+        "share_chosen": 1 - sum(check["num_not_chosen"] for check in checks) / num_tokens if num_tokens else 1.0,
         "largest_gap": None if None in gaps else max(gaps),
         "is_lossless": all(check["is_lossless"] for check in checks),
     }

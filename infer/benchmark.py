@@ -208,7 +208,7 @@ class Benchmark:
         if this.temperature != 0 and METHODS[name].promise != "lossless":
             return None
         params = self.options.params(this.temperature)
-        num_equal, largest_gap, num_agreeing = 0, 0.0, 0
+        num_equal, largest_gap, num_agreeing, num_not_chosen = 0, 0.0, 0, 0
         for place, prompt, token_ids in zip(places, prompts, answers.token_ids, strict=True):
             reference = self._reference(this.set_name, place, this.temperature)
             num_agreeing += common_prefix(token_ids, reference)
@@ -218,10 +218,12 @@ class Benchmark:
                 continue
             result = recheck(self._base, prompt, token_ids, params)
             largest_gap = max(largest_gap, result.largest_gap)
+            num_not_chosen += result.num_not_chosen
         return {
             "num_texts": len(places),
             "num_equal": num_equal,
             "num_agreeing_tokens": num_agreeing,
+            "num_not_chosen": num_not_chosen,
             "largest_gap": largest_gap if largest_gap != float("inf") else None,
             "is_lossless": largest_gap <= self.max_gap and (self.is_reduced or num_equal == len(places)),
         }
@@ -256,11 +258,12 @@ def common_prefix(ours: Sequence[int], theirs: Sequence[int]) -> int:
 
 
 def _call(name: str, way: Way, prompts: list[list[int]], params: SamplingParams) -> Answers | str:
-    """The answers, or what a peer refuses with."""
+    """The answers, or what a peer, or a lossy method, refuses with."""
     try:
         return way(prompts, params)
     except Exception as error:
-        if METHODS[name].promise != "peer":
+        promise = METHODS[name].promise
+        if promise == "lossless" or (promise == "lossy" and not isinstance(error, ValueError)):
             raise
-        # Peers raise of every kind; what they say is what their users get to see.
+        # Peers raise of every kind; what they say is what their users get to see. A lossy method may refuse to sample.
         return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

@@ -156,6 +156,8 @@ def describe(stats: Stats, num_layers: int, seconds: float) -> str:
         for name, level in stats.levels.items()
         if level.num_drafted
     ]
+    if stats.num_skipped:
+        levels.append(f"LOSSY: {stats.num_skipped} tokens were never shown to the model for judgement")
     parts = [
         f"{stats.num_committed} tokens in {seconds:.1f} s, {stats.num_committed / seconds:.1f} tokens/s",
         *levels,

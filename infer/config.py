@@ -6,7 +6,10 @@ from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any, Literal, get_args
 
-Method = Literal["autoregressive", "single-layer", "hispec", "adadecode", "ngram", "lookahead"]
+Method = Literal["autoregressive", "single-layer", "hispec", "adadecode", "ngram", "lookahead", "sprinter"]
+LOSSY_METHODS: tuple[Method, ...] = ("sprinter",)
+"""Those whose texts are not the model's own; they run only where a user says that this is wanted."""
+LOSSLESS_METHODS: tuple[Method, ...] = tuple(method for method in get_args(Method) if method not in LOSSY_METHODS)
 DraftPolicy = Literal["fixed", "dynamic"]
 PlanMode = Literal["auto"]
 
@@ -124,7 +127,8 @@ class EngineConfig:
     """`autoregressive`: the base alone; `single-layer`: the first exit drafts for it; `hispec`: two exits. Baselines:
     `adadecode`: each drafted token leaves at the first exit that is sure of it; `ngram`: drafts are copied from the
     prompt and the text, without heads (with them: `ngram_drafts`); `lookahead`: the target drafts for itself, without
-    heads."""
+    heads; `sprinter`, LOSSY, runs only with `lossy`: tokens of the first exit that a small trained verifier trusts are
+    never shown to the model for judgement."""
     num_draft_tokens: int = 2
     """Tokens drafted before each verification of a draft (the paper's N_d); the most under a dynamic policy."""
     num_provisional_tokens: int = 4
@@ -180,6 +184,12 @@ class EngineConfig:
     """tokens of an n-gram that they become, of which all but the first can be accepted (N),"""
     lookahead_candidates: int = 5
     """and n-grams that are verified at once, at most (G). A pass has up to (W + G) * (N - 1) rows a sequence."""
+    lossy: bool = False
+    """Take texts that are not the model's own: what `sprinter` needs, and nothing else takes."""
+    verifier_threshold: float = 0.5
+    """Under `sprinter`: how likely the verifier must hold it that the model accepts a token, for it not to be asked."""
+    max_skipped_tokens: int = 8
+    """Under `sprinter`: most tokens in a row without the model, which then adds one of its own."""
 
     def __post_init__(self) -> None:
         if self.method not in get_args(Method):
@@ -192,7 +202,7 @@ class EngineConfig:
             raise ValueError(f"plan {self.plan!r} is unknown; it is 'auto', or None for the method that you name")
         if self.replan and self.plan is None:
             raise ValueError("replan goes with plan='auto' alone; add it, or leave replan out")
-        for name in ("min_confidence", "exit_confidence"):
+        for name in ("min_confidence", "exit_confidence", "verifier_threshold"):
             if not _is_finite(getattr(self, name)) or not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must lie between 0 and 1")
         for name in (
@@ -205,6 +215,7 @@ class EngineConfig:
             "num_ngram_tokens",
             "lookahead_window",
             "lookahead_candidates",
+            "max_skipped_tokens",
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
@@ -224,10 +235,32 @@ class EngineConfig:
                 "cuda_graphs is set, but method 'lookahead' attends by masks of ever new shapes, which no graph can "
                 "hold; leave out cuda_graphs or choose another method"
             )
+        self._check_lossy()
         if self.exit_layers is not None:
             object.__setattr__(self, "exit_layers", tuple(self.exit_layers))
         if self.num_blocks is not None and self.num_blocks < 1:
             raise ValueError(f"num_blocks is {self.num_blocks}; it must be at least 1, or None")
+
+    def _check_lossy(self) -> None:
+        if self.method not in LOSSY_METHODS:
+            if self.lossy:
+                raise ValueError(
+                    f"lossy goes with method {' or '.join(map(repr, LOSSY_METHODS))} alone, not with {self.method!r}; "
+                    "leave it out"
+                )
+            return
+        if not self.lossy:
+            raise ValueError(
+                f"method {self.method!r} is lossy: its texts are not the model's own; accept that with lossy=True "
+                "(--lossy), or choose another method"
+            )
+        if self.exact:
+            raise ValueError(f"exact texts are the model's own, and those of method {self.method!r} are not; leave it")
+        if self.draft_policy != "fixed":
+            raise ValueError(
+                f"draft_policy {self.draft_policy!r} does not go with method {self.method!r}, whose verifier decides "
+                "how far to draft; leave it out"
+            )
 
 
 def _is_integer(value: Any) -> bool:

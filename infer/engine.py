@@ -42,6 +42,7 @@ from .proposer import build_free_drafts, build_proposer, build_tree_drafter
 from .round_policy import RoundPolicy
 from .scheduler import Scheduler
 from .sequence import Sequence
+from .sprinter import check_served
 from .stats import Stats
 from .stop_strings import StopStrings
 
@@ -206,6 +207,8 @@ class Engine:
             raise ValueError(f"logprobs is {params.logprobs}, but the model has only {vocab_size} tokens")
         if params.stop and self.tokenizer is None:
             raise ValueError("this engine has no tokenizer to find stop strings with; use stop_token_ids")
+        if self.config.method == "sprinter":
+            check_served(params)
 
     def check_room(self, prompt_ids: Items[int], params: SamplingParams) -> None:
         """Raise ValueError where the KV cache could never hold this request."""

@@ -21,6 +21,7 @@ ENGINE_FLAGS = (
     *("exit_confidence", "min_ngram", "max_ngram"),
     *("ngram_drafts", "num_ngram_tokens"),
     *("lookahead_window", "lookahead_ngram", "lookahead_candidates"),
+    *("lossy", "verifier_threshold", "max_skipped_tokens"),
 )
 """Fields of `EngineConfig` that have a flag of their name."""
 
@@ -121,7 +122,7 @@ def _add_running_flags(group: argparse._ArgumentGroup) -> None:
         group,
         "--method",
         choices=get_args(Method),
-        help="default: hispec, or as much of it as the heads allow",
+        help="default: hispec, or as much of it as the heads allow; sprinter is LOSSY and needs --lossy",
     )
     _add(
         group,
@@ -170,6 +171,23 @@ def _add_running_flags(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="of lookahead: n-grams verified at once (default: 5)",
     )
+    _add(
+        group,
+        "--lossy",
+        action="store_true",
+        default=None,
+        help="with --method sprinter: take texts that are NOT the model's own; a trained verifier lets drafted tokens "
+        "through unseen by the model",
+    )
+    _add(
+        group,
+        "--verifier-threshold",
+        type=float,
+        metavar="P",
+        help="of sprinter: how sure the verifier must be of a token (default: 0.5); higher is slower and nearer to "
+        "the model",
+    )
+    _add(group, "--max-skipped-tokens", type=int, metavar="N", help="of sprinter: most in a row (default: 8)")
     _add(group, "--batch-size", type=int, default=1, metavar="N", help="texts side by side (default: 1)")
     _add(group, "--num-blocks", type=int, metavar="N", help="of 16 tokens, in the KV cache")
     _add(group, "--exact", action="store_true", help="the same bits by every method, batch and draft length; slower")

@@ -146,6 +146,10 @@ class Hierarchy:
                 s.wanted[level - 1] = min(length, s.room - num_added)
             if self._proposer is not None:
                 self._proposer.propose(sequences)
+                # A lossy one may have finished some by itself.
+                sequences = [sequence for sequence in sequences if sequence.finish_reason is None]
+                if not sequences:
+                    return
             else:
                 if self._free_drafts is not None and level == self._top:
                     drafting = self._free_drafts.take_over(sequences)
@@ -157,11 +161,12 @@ class Hierarchy:
         with self._timed(level, sequences):
             drafts = [sequence.proposed[level - 1] if has_drafts else [] for sequence in sequences]
             starts = [s.num_known - 1 - len(draft) for s, draft in zip(sequences, drafts, strict=True)]
+            seen = [sequence.num_computed[level] for sequence in sequences]
             if is_plain:
                 self._runner.advance_whole(sequences)
             else:
                 self._runner.advance(level, sequences)
-            logits, rows = self._score(level, sequences, starts)
+            logits, rows = self._score(level, sequences, starts, seen)
             accepted, next_ids = self._verify_rows(sequences, drafts, rows)
         name = self._runner.levels[level].name
         for b, sequence in enumerate(sequences):
@@ -198,7 +203,13 @@ class Hierarchy:
         if level == self._top:
             sequence.num_plain_rounds = 0 if num_drafted else sequence.num_plain_rounds + 1
 
-    def _score(self, level: int, sequences: list[Sequence], starts: list[int]) -> tuple[list[Tensor], list[Rows]]:
+    def _score(
+        self,
+        level: int,
+        sequences: list[Sequence],
+        starts: list[int],
+        seen: list[int],  # positions of each that the level had run over before this round
+    ) -> tuple[list[Tensor], list[Rows]]:
         """Logits and what they say, for each sequence, at the positions from `starts` to the newest."""
         logits = self._runner.score(level, sequences, starts)
         bounds = [(start, sequence.num_known) for sequence, start in zip(sequences, starts, strict=True)]
@@ -209,11 +220,11 @@ class Hierarchy:
         if level == self._top:
             for b, sequence in enumerate(sequences):
                 if rows[b].first_failure is not None and len(parts[b]) > 1:
-                    parts[b] = self._score_one_by_one(sequence)
+                    parts[b] = self._score_one_by_one(sequence, seen[b])
                     (rows[b],) = self._read(parts[b], [sequence], [bounds[b]])
         return parts, rows
 
-    def _score_one_by_one(self, sequence: Sequence) -> Tensor:  # [K + 1, V]
+    def _score_one_by_one(self, sequence: Sequence, num_valid: int) -> Tensor:  # [K + 1, V]
         """The target's rows for its drafted tokens, computed anew without looking at any token ahead of time.
 
         Attention gives masked positions the weight 0, and 0 times NaN is NaN: one drafted token for which the base
@@ -222,7 +233,7 @@ class Hierarchy:
         drafts = sequence.proposed[-1]
         held_back = list(drafts)
         drafts.clear()
-        sequence.rollback(sequence.num_known - 1, self._top)
+        sequence.rollback(min(num_valid, sequence.num_known - 1), self._top)
         self._runner.erase_stale(sequence)
         rows = []
         for place in range(len(held_back) + 1):

@@ -24,7 +24,9 @@ METHODS = ("autoregressive", "single-layer", "hispec")
 NGRAM_LEVEL = "ngram"
 """What n-grams that take rounds over from exits are counted under."""
 
-NUM_EXITS = {"ngram": 0, "lookahead": 0, "adadecode": 1} | {method: number for number, method in enumerate(METHODS)}
+NUM_EXITS = {"ngram": 0, "lookahead": 0, "adadecode": 1, "sprinter": 1} | {
+    method: number for number, method in enumerate(METHODS)
+}
 """How many exits serve each method; the fewest for `adadecode`, which takes as many as there are."""
 
 
@@ -84,6 +86,7 @@ def draft_lengths(config: EngineConfig, num_exits: int) -> list[int]:
         "hispec": [config.num_draft_tokens, config.num_provisional_tokens],
         "ngram": [config.num_ngram_tokens],
         "lookahead": [],
+        "sprinter": [config.max_skipped_tokens],
         # All exits draft for the target together.
         "adadecode": [0] * (num_exits - 1) + [config.num_draft_tokens],
     }[config.method]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..heads import EarlyExitModel
-from .config import Method
+from .config import LOSSY_METHODS, Method
 from .peers import build_early_exit, build_generate, build_generate_batch, build_prompt_lookup
 from .way import Way, WaySettings, build_engine, build_planned, engine_way
 
@@ -41,14 +41,16 @@ def _ours(method: Method, about: str, num_heads: int, *, ngram_drafts: bool = Fa
     def build(model: EarlyExitModel, settings: WaySettings) -> Way:
         return engine_way(build_engine(model, method, settings, ngram_drafts=ngram_drafts))
 
+    is_lossy = method in LOSSY_METHODS
     return BenchMethod(
         build=build,
-        promise="lossless",
+        promise="lossy" if is_lossy else "lossless",
         about=about,
         num_heads=num_heads,
         engine_method=method,
         ngram_drafts=ngram_drafts,
-        by_default=not ngram_drafts,
+        # A lossy one by name alone: nobody shall get its texts unasked.
+        by_default=not is_lossy and not ngram_drafts,
     )
 
 
@@ -67,6 +69,9 @@ METHODS = {
     "adadecode": _ours("adadecode", "each token leaves at the first exit that is sure of it (AdaDecode)", 1),
     "ngram": _ours("ngram", "drafts are copied from the text so far, by n-grams", 0),
     "lookahead": _ours("lookahead", "the target drafts for itself, by n-grams of its parallel guesses (Lookahead)", 0),
+    "sprinter": _ours(
+        "sprinter", "LOSSY: drafted tokens that a trained verifier trusts are never judged by the model (SPRINTER)", 1
+    ),
     # By name alone: it measures the machine first, and needs an adapter that tells how often it is right.
     "auto": BenchMethod(build=_build_auto, promise="lossless", about='our engine with `plan="auto"`', by_default=False),
     "prompt-lookup": BenchMethod(

@@ -196,16 +196,24 @@ class ModelRunner:
 
         `advance` must have run over them.
         """
-        wanted = [(start, sequence.num_known) for sequence, start in zip(sequences, starts, strict=True)]
         if self.levels[index].head is None:
+            wanted = [(start, sequence.num_known) for sequence, start in zip(sequences, starts, strict=True)]
             return self.model.backbone.logits(self._final_states[self._window_slots(sequences, wanted)])
+        return self.score_exit(index, sequences, starts)[1]
+
+    @torch.inference_mode()
+    def score_exit(
+        self, index: int, sequences: list[Sequence], starts: Items[int]
+    ) -> tuple[Tensor, Tensor]:  # [T, D], [T, V or V_d]
+        """As `score` below the target, with the states that the LM head made the logits of."""
+        wanted = [(start, sequence.num_known) for sequence, start in zip(sequences, starts, strict=True)]
         bounds = self._head_bounds(index, sequences, wanted)
         head = self._heads[index]
         (rows,) = self._run.pack([head], [Pass(sequences, bounds, attends=bool(head.kv_layers))])
-        logits = self._head_logits(index, rows, rows_within(bounds, wanted, self.device))
+        state = self._head_state(index, rows, rows_within(bounds, wanted, self.device))
         for sequence, (_, stop) in zip(sequences, bounds, strict=True):
             self._count_head(index, sequence, stop)
-        return logits
+        return state, self._exit_logits(index, state)
 
     def must_catch_up(self, index: int, sequences: list[Sequence]) -> bool:
         """Whether a round may not begin before `complete_head`: else states would leave the window unseen."""
@@ -319,11 +327,17 @@ class ModelRunner:
         return head(hidden, context, rows.positions, rows.attend)[0]
 
     def _head_logits(self, index: int, rows: AnyRows, wanted: Tensor | slice) -> Tensor:
+        return self._exit_logits(index, self._head_state(index, rows, wanted))
+
+    def _head_state(self, index: int, rows: AnyRows, wanted: Tensor | slice) -> Tensor:
         state = self._run(self._heads[index], rows)
-        head = self.levels[index].head
         assert state is not None
+        return state[wanted]
+
+    def _exit_logits(self, index: int, state: Tensor) -> Tensor:
+        head = self.levels[index].head
         assert head is not None
-        return self.model.exit_logits(head, state[wanted])
+        return self.model.exit_logits(head, state)
 
     def _head_bounds(self, index: int, sequences: list[Sequence], wanted: Bounds) -> Bounds:
         """What a head must run over to score what is wanted."""

@@ -13,6 +13,7 @@ from .model_runner import ModelRunner
 from .ngram_proposer import NgramProposer
 from .policy import Policy
 from .sequence import Sequence
+from .sprinter import Sprinter, find_verifier
 from .tree_verifier import TreeDrafter
 
 
@@ -26,7 +27,8 @@ class Proposer(Protocol):
         """Put at most `wanted[-1]` tokens into `proposed[-1]` of each sequence, which is empty, and count them.
 
         Which tokens, and how many, may depend on what was committed and proposed before and on the distributions that
-        they are drawn from; a token that was drawn must be put there.
+        they are drawn from; a token that was drawn must be put there. A lossy method's may commit tokens by itself, and
+        so finish sequences, which are then not verified.
         """
 
 
@@ -48,6 +50,9 @@ def build_proposer(
         return AdaptiveExits(
             runner, policies[-1], generator, exit_confidence=config.exit_confidence, one_by_one=config.exact
         )
+    if config.method == "sprinter":
+        verifier = find_verifier(runner.model, runner.levels[0].stop)
+        return Sprinter(runner, verifier, threshold=config.verifier_threshold)
     return None
 
 

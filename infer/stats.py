@@ -91,6 +91,8 @@ class Stats:
     """By `draft`, `intermediate` and `target`, as far as the method has them; see `build_levels`."""
     num_committed: int = 0
     """Tokens returned."""
+    num_skipped: int = 0
+    """Tokens of these that the target was never asked about; 0 for every lossless method."""
     num_prompt_tokens: int = 0
     """Tokens of the prompts."""
     num_prefills: int = 0
@@ -117,6 +119,7 @@ class Stats:
         for name, level in other.levels.items():
             self.levels[name].add(level)
         self.num_committed += other.num_committed
+        self.num_skipped += other.num_skipped
         self.num_prompt_tokens += other.num_prompt_tokens
         self.num_prefills += other.num_prefills
         self.num_prefill_layer_passes += other.num_prefill_layer_passes
@@ -126,6 +129,7 @@ class Stats:
         """All counts and rates as JSON-ready values."""
         return {
             "num_committed": self.num_committed,
+            "num_skipped": self.num_skipped,
             "num_prompt_tokens": self.num_prompt_tokens,
             "num_prefills": self.num_prefills,
             "num_prefill_layer_passes": self.num_prefill_layer_passes,

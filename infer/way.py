@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..heads import EarlyExitModel
-from .config import Method, SamplingParams
+from .config import LOSSY_METHODS, Method, SamplingParams
 from .engine import Engine
 from .follower import Follower
 from .planner import MAX_DRAFT_TOKENS, MAX_PROVISIONAL_TOKENS
@@ -41,6 +41,8 @@ class WaySettings:
     """As of an engine."""
     num_provisional_tokens: int = 4
     """As of an engine."""
+    verifier_threshold: float = 0.5
+    """As of an engine."""
     max_num_seqs: int = 1
     """Prompts in the largest batch."""
     max_length: int
@@ -62,12 +64,14 @@ class WaySettings:
 def build_engine(model: EarlyExitModel, method: Method, settings: WaySettings, *, ngram_drafts: bool = False) -> Engine:
     """An engine without tokenizer, so that it makes token ids and no text, as `generate` does.
 
-    Raises ValueError where the model has too few heads for the method.
+    It may be lossy. Raises ValueError where the model has too few heads for the method, or lacks its verifier.
     """
     return Engine(
         model,
         method=method,
         ngram_drafts=ngram_drafts,
+        lossy=method in LOSSY_METHODS,
+        verifier_threshold=settings.verifier_threshold,
         num_draft_tokens=settings.num_draft_tokens,
         num_provisional_tokens=settings.num_provisional_tokens,
         max_num_seqs=settings.max_num_seqs,

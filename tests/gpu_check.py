@@ -8,14 +8,13 @@ embedded model with its shipped heads. `ms a round` says what a drafted token co
 import subprocess
 import sys
 import time
-from typing import get_args
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from hispec.heads import EarlyExitModel
 from hispec.infer import Engine, SamplingParams
-from hispec.infer.config import Method
+from hispec.infer.config import LOSSLESS_METHODS
 from hispec.infer.peers import run_generate
 from hispec.infer.recheck import Rechecker
 
@@ -71,7 +70,7 @@ def measure(name: str, model: EarlyExitModel, stop: float) -> None:
     plain = run_generate(model.base, prompts[:1], PARAMS)
     print(f"{name}, generate: {len(plain.token_ids[0]) / plain.seconds:.1f} tokens/s", flush=True)
     for batch in (1, 8):
-        for method in get_args(Method):
+        for method in LOSSLESS_METHODS:
             for block_size, graphs in ((256, True), (256, False), (16, None)):
                 if time.perf_counter() > stop:
                     print(f"{name}: the rest is left out, the time is over", flush=True)

@@ -10,7 +10,8 @@ import pytest
 import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-from hispec.checkpoints import save_adapter
+from hispec.checkpoints import save_adapter, save_verifier
+from hispec.heads import DraftVerifier
 from hispec.infer import bench, demo, prompt_sets
 from hispec.infer.bench import main
 from hispec.infer.bench_file import round_key
@@ -229,6 +230,47 @@ def test_a_lossy_method_is_counted_and_no_failure(places, tmp_path, monkeypatch)
     cell = result_of(tmp_path / "out")["cells"][1]
     assert (cell["check"]["num_equal"], cell["check"]["is_lossless"]) == (0, False)
     assert 0.5 < cell["check"]["share_agreeing"] < 1
+
+
+def test_sprinter_has_its_agreement_beside_its_speed(places, base, tmp_path, capfd):
+    """With a verifier that trusts heads which are wrong: no failure, but told; sampling it refuses; never unasked."""
+    folder, flags = places
+    heads = tmp_path / "heads"
+    save_adapter(build_heads(shallow(base, 2), "random", (2,), head="mlp"), heads)
+    flags = [*flags[:3], str(heads), *flags[4:], "--prompts", str(folder / "short.jsonl")]
+    flags += ["--output", str(tmp_path / "out")]
+    assert main([*flags, "--methods", "sprinter"]) == 2
+    assert "has no verifier, which method 'sprinter' needs; fit one:" in capfd.readouterr().err
+    trusting = DraftVerifier(exit_layer=2, weight=torch.zeros(35), bias=torch.tensor(9.0))
+    save_verifier(trusting, heads, measured={}, run={})
+    assert main([*flags, "--methods", "single-layer,sprinter", "--temperature", "0,0.7"]) == 0
+    result = result_of(tmp_path / "out")
+    check_type(result, Result, "result")
+    assert result["is_lossless"]
+    assert result["methods"]["sprinter"]["promise"] == "lossy"
+    _, exact, lossy, _, _, refused = result["cells"]
+    assert (exact["check"]["share_chosen"], exact["skipped_share"]) == (1, 0)
+    assert lossy["skipped_share"] == pytest.approx(6 / 7)
+    records = [line for line in lines_of(tmp_path / "out") if line.get("method") == "sprinter" and not line["error"]]
+    rows = []
+    for record in records:
+        prompt = prompt_ids_of(folder, record["prompt_ids"][0])
+        logits = shallow(base, 2)(input_ids=torch.tensor([[*prompt, *record["token_ids"][0]]])).logits[0]
+        rows += (logits[len(prompt) - 1 : -1].argmax(-1) == torch.tensor(record["token_ids"][0])).tolist()
+    assert lossy["check"]["share_chosen"] == pytest.approx(sum(rows) / len(rows))
+    assert 0 < lossy["check"]["share_chosen"] < 0.9
+    assert refused["refused"].startswith("ValueError: temperature is 0.7, but method 'sprinter' decodes greedily alone")
+    report = (tmp_path / "out" / "report.md").read_text()
+    assert "**Lossy: sprinter.** Texts are not the model's own" in report
+    assert f"| {lossy['check']['num_equal']} of 2, LOSSY | {lossy['check']['share_chosen']:.1%} |" in report
+    assert "- sprinter: of 86% of the tokens the model was never asked." in report
+    assert "sprinter" not in bench.choose_methods(None, 2)
+
+
+def prompt_ids_of(folder, name):
+    lines = (folder / "short.jsonl").read_text().splitlines()
+    text = next(line["prompt"] for line in map(json.loads, lines) if line["id"] == name)
+    return build_tokenizer()(text)["input_ids"]
 
 
 def test_a_peer_that_fails_later_is_told(places, tmp_path, monkeypatch, capfd):

@@ -13,11 +13,14 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub import ModelCard
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from hispec import Engine, load_adapter, push_adapter, save_adapter
-from hispec.checkpoints import check_push
+from hispec.checkpoints import check_push, load_verifier, save_verifier
+from hispec.checkpoints.adapter import VERIFIER_FILES
 from hispec.checkpoints.push_command import main
+from hispec.heads import DraftVerifier
 from hispec.infer.command import main as infer
 from hispec.train.command import main as train
 
@@ -105,6 +108,25 @@ class TestPush:
         assert len(hub.repositories["me/heads"].messages) == 2
         assert_same_heads(load_adapter("me/heads", named_base), load_adapter(adapter, named_base))
         assert {token for _, path, token in hub.requests if path.startswith("/storage")} == {None}
+
+    def test_a_verifier_goes_along_and_one_of_other_heads_does_not(
+        self, hub: FakeHub, adapter: Path, named_base: PreTrainedModel
+    ) -> None:
+        verifier = DraftVerifier(exit_layer=2, weight=torch.ones(35), bias=torch.tensor(1.0))
+        save_verifier(verifier, adapter, measured={}, run={})
+        push_adapter(adapter, "me/heads")
+        expected = local(adapter, *VERIFIER_FILES)
+        assert expected.items() <= pushed(hub).items()
+        folder = load_adapter("me/heads", named_base).adapter_folder
+        assert folder is not None
+        assert load_verifier(folder).weight.equal(verifier.weight)
+        save_file({name: tensor + 1 for name, tensor in load_file(adapter / WEIGHTS).items()}, adapter / WEIGHTS)
+        with pytest.raises(ValueError, match="was fitted to other heads than lie there now"):
+            push_adapter(adapter, "me/heads")
+        for name in VERIFIER_FILES:
+            (adapter / name).unlink()
+        push_adapter(adapter, "me/heads")
+        assert pushed(hub).keys().isdisjoint(VERIFIER_FILES)
 
     def test_in_parts(self, hub: FakeHub, adapter: Path) -> None:
         hub.chunk_size = 10_000
