@@ -8,11 +8,10 @@ import pytest
 from hispec.checkpoints import load_adapter, save_adapter, shipped_adapter
 from hispec.infer import Engine, SamplingParams, auto_plan, bench, machine
 from hispec.infer import plan_command as command
-from hispec.infer.acceptance_probe import kept_shares, measure_acceptance
+from hispec.infer.acceptance_probe import measure_acceptance
 from hispec.infer.cost_model import Acceptance, Overhead, Setting
 from hispec.infer.planner import describe, measured_acceptance
 from hispec.infer.rate_probe import RateProbe
-from hispec.infer.stats import LevelStats
 from hispec.infer.what_if import DEVICES, SHAPES, Device, Head, acceptance_on_paper, costs_on_paper, parse_device
 
 from .models import build_heads, reference, shallow
@@ -170,19 +169,6 @@ def test_a_real_measurement_leads_to_a_plan(adapter, monkeypatch, tmp_path):
     base, folder = adapter
     engine = Engine.from_base(base, adapter=folder, plan="auto", max_num_seqs=2)
     assert engine.generate(PROMPTS[:1], SamplingParams(max_new_tokens=8))[0].token_ids == reference(base, PROMPTS[0], 8)
-
-
-def test_kept_shares_are_of_the_drafts_that_came_so_far():
-    level = LevelStats()
-    for kept in [0] * 40 + [1] * 30 + [2] * 30:
-        level.count_verification(2, kept)
-    assert kept_shares(level) == (0.6, 0.5)
-    never = LevelStats()
-    for _ in range(30):
-        never.count_verification(2, 0)
-    assert kept_shares(never) == (0.0,)
-    with pytest.raises(ValueError, match="too few to measure by"):
-        kept_shares(LevelStats())
 
 
 def test_acceptance_is_measured_on_prompts(base):
