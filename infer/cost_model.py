@@ -98,7 +98,7 @@ class Acceptance:
     """By (exit layer, deeper exit layer or depth of the base): the share of tokens at place 0, 1, ... of a draft that
     are kept, given that all before it were; the last one goes for all that follow."""
     courses: Mapping[Setting, Course] = field(default_factory=dict)
-    """Of the settings whose own rounds were counted: more exact than `hops`, which know nothing of where drafts begin."""
+    """Of the settings whose own rounds were counted: more exact than `hops`, which do not know where drafts begin."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -155,5 +155,3 @@ class Places:
 
 def _rounded(value: Any) -> Any:
     return [round(each, 5) for each in value] if isinstance(value, tuple) else round(value, 5)
-
-

@@ -97,7 +97,7 @@ class CostProbe:
         return len(self._jobs)
 
     def turn(self) -> Iterator[None]:
-        """Run every job once, and stop after each; the first turn only warms up. At most `NUM_REPEATS` of them count."""
+        """Run every job once, and stop after each. The first turn warms up; texts last for `NUM_REPEATS[1]` more."""
         for job, results in zip(self._jobs, self._found, strict=True):
             result = job()
             if self._is_warm:

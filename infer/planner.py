@@ -87,9 +87,9 @@ def measured_acceptance(
 ) -> Acceptance:
     """What an adapter's report tells: the rounds of every setting, greedy or sampled at temperature 1.
 
-    Reports that are older tell only shares by place in a draft, which promise too much to long drafts; their sampled ones
-    are scaled by what the expected acceptance is to the agreement. Raises ValueError where there are exits and the report
-    does not tell how they do.
+    Reports that are older tell only shares by place in a draft, which promise too much to long drafts; their sampled
+    ones are scaled by what the expected acceptance is to the agreement. Raises ValueError where there are exits and the
+    report does not tell how they do.
     """
     with suppress(KeyError, TypeError, ValueError, AttributeError):
         kept = (report or {})["courses"]["greedy" if greedy else "sampled"]

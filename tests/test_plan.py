@@ -314,4 +314,5 @@ def test_verify_prints_what_was_measured_beside_what_was_said(adapter, cheap, tm
     assert "batch 2" in printed
     assert printed.count("<- chosen") == 1
     assert "autoregressive" in printed
-    assert "of the best here" in printed
+    assert "predictions are off by" in printed.splitlines()[-1]
+    assert "of the best measured" in printed.splitlines()[-1]
