@@ -19,7 +19,7 @@ from ..checkpoints.base_model import cache_folder
 from ..heads import EarlyExitModel
 from .cost_model import Costs, Overhead, Table
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 NEUTRAL_OPTIONS = frozenset({"max_num_seqs", "num_blocks", "max_prefill_tokens", "plan", "replan"})
 """Options of an engine that do not change what a round takes."""
 

@@ -28,8 +28,9 @@ BATCH_SIZES = (1, 4, 16)
 NUM_ROWS = (1, 2, 4, 8)
 CONTEXT = 192
 """Tokens before those that layers and heads are timed on."""
-PROBE_CONTEXT = 32
-"""The same where whole rounds are timed: reading long prompts in would take most of the time."""
+PROBE_CONTEXT = 96
+"""The same where whole rounds are timed: reading long prompts in would take most of the time. Shorter ones mislead, for
+a round loses more to a longer context than its layers do by themselves."""
 PROBED = (1, 4)
 """Drafted tokens of the rounds that are timed."""
 NEAR_ROWS = (1, *(number + 1 for number in PROBED))
@@ -74,13 +75,15 @@ class CostProbe:
         *,
         sizes: Items[int],  # numbers of sequences, rising
         context: int = CONTEXT,  # tokens before the timed ones
+        probe_context: int = PROBE_CONTEXT,  # the same where whole rounds are timed, which must be read in
     ) -> None:
         max_batch, max_context = sizes[-1], model.backbone.max_context
+        context, probe_context = min(context, max_context // 2), min(probe_context, max_context // 4)
         self._num_layers = model.backbone.num_layers
         # Engines go first: what they do to the model, such as packing its weights, holds for its parts too.
-        self._rounds = list(_build_probes(model, build_engine, options or {}, sizes))
-        far_timer = PartTimer(model, max_batch, NUM_ROWS[-1], min(context, max_context // 2))
-        near_timer = PartTimer(model, max_batch, NEAR_ROWS[-1], min(PROBE_CONTEXT, max_context // 4))
+        self._rounds = list(_build_probes(model, build_engine, options or {}, sizes, probe_context))
+        far_timer = PartTimer(model, max_batch, NUM_ROWS[-1], context)
+        near_timer = PartTimer(model, max_batch, NEAR_ROWS[-1], probe_context)
         names = part_names(model.exit_layers)
         self._far = [Part(*cell) for cell in product(names, sizes, NUM_ROWS)]
         # The LM head looks at no context.
@@ -128,7 +131,11 @@ class CostProbe:
 
 
 def _build_probes(
-    model: EarlyExitModel, build_engine: "Callable[..., Engine]", options: Mapping[str, Any], sizes: Items[int]
+    model: EarlyExitModel,
+    build_engine: "Callable[..., Engine]",
+    options: Mapping[str, Any],
+    sizes: Items[int],
+    context: int,
 ) -> Iterator[tuple[RoundTimer, TimedRound]]:
     """Engines that run, and what each of their rounds is asked for."""
     asked: list[tuple[Method, int, int]] = [("autoregressive", 0, 1)]
@@ -136,7 +143,6 @@ def _build_probes(
         asked += [("single-layer", 1, number) for number in PROBED]
     if len(model.heads) > 1:
         asked.append(("hispec", 2, PROBED[-1]))
-    context = min(PROBE_CONTEXT, model.backbone.max_context // 4)
     # A round commits at most its draft, the intermediate level's token and the target's.
     max_new_tokens = (PROBED[-1] + 2) * (NUM_REPEATS[1] + 2)
     for size, (method, num_exits, num_drafted) in product(sizes, asked):

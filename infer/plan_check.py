@@ -149,7 +149,7 @@ def _check(
     """One batch size: settings and costs in turns."""
     # While texts grow, as long as they are on average.
     context = round(statistics.mean(map(len, prompts)) + params.max_new_tokens / 2)
-    cost_probe = CostProbe(model, build_engine, sizes=(batch_size,), context=context)
+    cost_probe = CostProbe(model, build_engine, sizes=(batch_size,), context=context, probe_context=context)
     probes = [RateProbe(model, build_engine, each, prompts, params, batch_size) for each in settings]
     total = NUM_TURNS * (len(probes) + COST_TURNS) + COST_TURNS
     with tqdm(total=total, desc=f"batch {batch_size}", disable=not show_progress, file=sys.stderr) as bar:
