@@ -302,7 +302,8 @@ def test_the_benchmark_plans_and_runs_the_plan(adapter, cheap, tmp_path, capsys)
 
 
 def test_verify_prints_what_was_measured_beside_what_was_said(adapter, cheap, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("hispec.infer.plan_check.SECONDS", 0.02)
+    for name, value in {"SECONDS": 0.02, "NUM_TURNS": 1, "COST_TURNS": 1}.items():
+        monkeypatch.setattr(f"hispec.infer.plan_check.{name}", value)
     base, folder = adapter
     base.save_pretrained(tmp_path / "base")
     build_tokenizer().save_pretrained(tmp_path / "base")

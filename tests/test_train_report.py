@@ -14,9 +14,11 @@ from hispec.checkpoints.adapter import TENSOR_PREFIX
 from hispec.checkpoints.figure import Line, draw_bars, draw_lines, shorten, ticks
 from hispec.checkpoints.markdown import table
 from hispec.heads import EarlyExitModel
+from hispec.infer.planner import measured_acceptance
 from hispec.recipes import recipe_from_dict
 from hispec.train import describe_acceptance, train_adapter
 from hispec.train.cache_writer import extend_cache
+from hispec.train.record import predicted_lengths
 from hispec.train.report import describe_report, report_files
 from hispec.train.sections import judge_levels, main_hops
 

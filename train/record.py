@@ -68,7 +68,8 @@ def predicted_lengths(
     `single-layer` has an entry for each exit as the draft, `hispec` one for each pair of exits ("2->8": draft,
     intermediate) at `num_provisional_tokens`. Each has two lists: `greedy` and `sampled`, at temperature 1 with the
     rejection rule. Both are counted along the responses (`courses`); where there are too few, `greedy` is from
-    `by_place`, and `sampled` from the expected acceptance in `by_distance` as if the places of a draft were independent.
+    `by_place`, and `sampled` from the expected acceptance in `by_distance` as if the places of a draft were
+    independent.
     """
     if "courses" in acceptance:
         return _counted_lengths(acceptance["courses"], exit_layers)

@@ -16,7 +16,7 @@ from ..infer.replay import acceptance_to_list, replay
 GREEDY_SHARE = 0.98
 """An answer is the greedy one where so many of its tokens are the base's first choice; in 16 bits a tie may fall
 otherwise."""
-MAX_ROWS = 20_000
+MAX_ROWS = 12_000
 """Rows of either kind that are kept and gone through: more change nothing, and take long."""
 
 
