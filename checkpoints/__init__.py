@@ -3,7 +3,7 @@
 from .adapter import check_replaceable, load_adapter, save_adapter, shipped_adapter
 from .atomic import write_atomically
 from .base_model import load_base
-from .provenance import base_source, fingerprint, package_versions, run_record
+from .provenance import base_source, fingerprint, heads_fingerprint, package_versions, run_record
 from .push import check_push, push_adapter
 from .training_state import TrainingState, load_training_state, save_training_state
 from .verifier_file import load_verifier, save_verifier
@@ -14,6 +14,7 @@ __all__ = [
     "check_push",
     "check_replaceable",
     "fingerprint",
+    "heads_fingerprint",
     "load_adapter",
     "load_base",
     "load_training_state",

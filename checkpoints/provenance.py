@@ -50,6 +50,13 @@ def fingerprint(base: PreTrainedModel) -> dict[str, Any]:
     return result
 
 
+def heads_fingerprint(heads: nn.Module) -> str:
+    """A digest that tells trained heads from others: of sampled weights, and of every draft vocabulary."""
+    weights = [name.encode() + _sample(tensor) for name, tensor in sorted(heads.named_parameters())]
+    ids = [name.encode() + tensor.cpu().numpy().tobytes() for name, tensor in sorted(heads.named_buffers())]
+    return _digest([*weights, *ids])
+
+
 def adapter_fingerprint(base: PreTrainedModel) -> dict[str, Any]:
     """`fingerprint` with a digest of what quantising keeps: embeddings, norms and biases.
 

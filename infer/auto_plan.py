@@ -6,12 +6,13 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from ..heads import EarlyExitModel
+from .acceptance_file import known_acceptance
 from .config import EngineConfig
 from .cost_file import machine_key, read_costs, write_costs
 from .cost_model import Acceptance, Costs, Setting
 from .draft_lengths import build_choice
 from .machine import measure_costs
-from .planner import Plan, measured_acceptance, plan
+from .planner import Plan, plan
 from .round_policy import CostPolicy
 
 if TYPE_CHECKING:
@@ -29,7 +30,9 @@ def make_plan(
     """The plan of the engine that `options` describe, these with its method, exits and longest drafts, and what
     chooses the lengths of each round; None where nothing is ever drafted.
 
-    Raises ValueError for options that contradict, and where the model's adapter tells no measured acceptance.
+    How often drafts are kept is taken as greedy requests have it: an engine does not know yet what it will be asked.
+    Raises ValueError for options that contradict, and where neither the model's adapter nor `hispec-plan --prompts` has
+    told how often its exits are right.
     """
     for name in (*PLANNED, "draft_policy", "exact"):
         if options.get(name, False) not in (None, False):
@@ -38,7 +41,7 @@ def make_plan(
                 f"{', which it has no costs for' if name == 'exact' else ', which it chooses'}; leave one of them out"
             )
     size = EngineConfig(**options).max_num_seqs
-    acceptance = measured_acceptance(model.acceptance, model.exit_layers, model.backbone.num_layers)
+    acceptance = known_acceptance(model)
     costs = model_costs(model, options, build_engine, max_batch=size, anew=bool(options.get("replan")))
     sizes = sorted({each for each in BATCH_SIZES if each < size} | {size})
     made = plan(costs, acceptance, sizes)

@@ -2,10 +2,12 @@
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
+from itertools import pairwise
 from pathlib import Path
 from platform import processor
 from typing import Any
@@ -17,7 +19,7 @@ from ..checkpoints.base_model import cache_folder
 from ..heads import EarlyExitModel
 from .cost_model import Costs, Overhead, Table
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 NEUTRAL_OPTIONS = frozenset({"max_num_seqs", "num_blocks", "max_prefill_tokens", "plan", "replan"})
 """Options of an engine that do not change what a round takes."""
 
@@ -41,16 +43,16 @@ def machine_key(model: EarlyExitModel, options: Mapping[str, Any]) -> dict[str, 
 def read_costs(key: Mapping[str, Any], max_batch: int) -> Costs | None:
     """What was kept for this key and covers so many sequences; None where nothing readable was."""
     try:
-        record = json.loads(_path(key).read_text(encoding="utf-8"))
+        record = json.loads(kept_path(key).read_text(encoding="utf-8"))
         costs = costs_from_dict(record["costs"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     return costs if record.get("key") == key and costs.layer.batch_sizes[-1] >= max_batch else None
 
 
 def write_costs(key: Mapping[str, Any], costs: Costs) -> None:
     """Keep them; where the disk refuses, they will be measured again."""
-    path = _path(key)
+    path = kept_path(key)
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, json.dumps({"key": key, "costs": costs_to_dict(costs)}, indent=2) + "\n")
@@ -68,10 +70,10 @@ def costs_from_dict(values: Mapping[str, Any]) -> Costs:
         layer=_table(values["layer"]),
         target_head=_table(values["target_head"]),
         exit_heads={int(exit_layer): _table(table) for exit_layer, table in values["exit_heads"].items()},
-        per_pass=Overhead(**values["per_pass"]),
-        per_draw=Overhead(**values["per_draw"]),
-        per_middle=Overhead(**values["per_middle"]),
-        per_round=Overhead(**values["per_round"]),
+        per_pass=_overhead(values["per_pass"]),
+        per_draw=_overhead(values["per_draw"]),
+        per_middle=_overhead(values["per_middle"]),
+        per_round=_overhead(values["per_round"]),
     )
 
 
@@ -83,10 +85,23 @@ def _table(values: Mapping[str, Any]) -> Table:
     )
     if {len(row) for row in table.seconds} != {len(table.num_rows)} or len(table.seconds) != len(table.batch_sizes):
         raise ValueError("a table's rows do not fit its sides")
+    for side in (table.batch_sizes, table.num_rows):
+        if not side or side[0] < 1 or any(a >= b for a, b in pairwise(side)):
+            raise ValueError("a table's sides do not rise")
+    if not all(math.isfinite(value) and value > 0 for row in table.seconds for value in row):
+        raise ValueError("a table holds what are no seconds")
     return table
 
 
-def _path(key: Mapping[str, Any]) -> Path:
+def _overhead(values: Mapping[str, Any]) -> Overhead:
+    overhead = Overhead(**{name: float(value) for name, value in values.items()})
+    if not all(math.isfinite(value) and value >= 0 for value in asdict(overhead).values()):
+        raise ValueError("an overhead holds what are no seconds")
+    return overhead
+
+
+def kept_path(key: Mapping[str, Any]) -> Path:
+    """The file of what was measured under this key."""
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
     return cache_folder() / "costs" / f"{digest}.json"
 

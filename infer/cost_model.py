@@ -3,18 +3,21 @@
 A round asks the draft level for K tokens; under HiSpec (arXiv 2510.01336) the intermediate level verifies these, and
 again, until N provisional tokens wait; then the target verifies. Seconds come from `Costs`, measured on a machine or
 computed on paper; how often a token is kept comes from `Acceptance`, measured on held-out responses or on prompts.
-Taken for granted: tokens of a draft are kept independently of one another but for their distance to the last commit,
-and passes cost what their rows cost.
+Where a setting's own rounds were counted (`Acceptance.courses`), these say how many tokens a round brings; elsewhere
+tokens of a draft are taken to be kept independently of one another but for their distance to the last commit. Taken for
+granted: sequences of a batch are independent, passes cost what their rows cost, and all sequences decode (reading
+prompts, and the end of a batch that is not filled up, are left out).
 """
 
 import math
 from bisect import bisect_right
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .acceptance_length import hispec_length, provisional_lengths, single_layer_length, verifications
 from .config import Method
+from .course import Course
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +97,8 @@ class Acceptance:
     hops: Mapping[tuple[int, int], tuple[float, ...]]
     """By (exit layer, deeper exit layer or depth of the base): the share of tokens at place 0, 1, ... of a draft that
     are kept, given that all before it were; the last one goes for all that follow."""
+    courses: Mapping[Setting, Course] = field(default_factory=dict)
+    """Of the settings whose own rounds were counted: more exact than `hops`, which do not know where drafts begin."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,30 +133,44 @@ def predict(
         "draft": _draft(costs, draft_exit, batch_size, num_drafted),
         "target": _verify(costs, draft_exit, depth, batch_size, num_drafted + 1),
     }
-    num_tokens = single_layer_length(acceptance.hops[draft_exit, depth], num_drafted)
+    course = acceptance.courses.get(setting)
+    if course is None:
+        num_tokens = single_layer_length(acceptance.hops[draft_exit, depth], num_drafted)
+    else:
+        num_tokens = course.tokens_per_round
     return _prediction(setting, batch_size, num_tokens, seconds)
 
 
 def _predict_hispec(setting: Setting, costs: Costs, acceptance: Acceptance, batch_size: int) -> Prediction:
     draft_exit, middle_exit = setting.exit_layers
     num_drafted = setting.num_draft_tokens
-    lengths = num_drafted, setting.num_provisional_tokens
-    kept_drafts = acceptance.hops[draft_exit, middle_exit]
-    kept_provisional = acceptance.hops[middle_exit, costs.num_layers]
+    started, num_waiting, num_tokens = _rounds(setting, acceptance, costs.num_layers)
     # The newest provisional token goes through the lower levels by itself before the target verifies.
     draft = _pass(costs, 0, draft_exit, batch_size)
     middle = _pass(costs, draft_exit, middle_exit, batch_size)
-    for num_passes, active in middle_passes(kept_drafts, *lengths, batch_size):
+    for num_passes, active in in_batch(started, batch_size):
         draft += num_passes * _draft(costs, draft_exit, active, num_drafted)
         middle += num_passes * _verify(costs, draft_exit, middle_exit, active, num_drafted + 1)
-    num_waiting = sum(number * share for number, share in enumerate(provisional_lengths(kept_drafts, *lengths)))
     seconds = {
         "draft": draft,
         "intermediate": middle,
         "target": _verify(costs, middle_exit, costs.num_layers, batch_size, 1 + num_waiting),
     }
-    num_tokens = hispec_length(kept_drafts, kept_provisional, *lengths)
     return _prediction(setting, batch_size, num_tokens, seconds)
+
+
+def _rounds(setting: Setting, acceptance: Acceptance, depth: int) -> tuple[Items[float], float, float]:
+    """Of a round by `hispec`: how likely its 1st, 2nd, ... verification by the intermediate level comes, how many
+    tokens wait for the target on average, and how many it commits."""
+    course = acceptance.courses.get(setting)
+    if course is not None:
+        return course.verifications, course.num_waiting, course.tokens_per_round
+    draft_exit, middle_exit = setting.exit_layers
+    lengths = setting.num_draft_tokens, setting.num_provisional_tokens
+    kept_drafts = acceptance.hops[draft_exit, middle_exit]
+    num_waiting = sum(number * share for number, share in enumerate(provisional_lengths(kept_drafts, *lengths)))
+    num_tokens = hispec_length(kept_drafts, acceptance.hops[middle_exit, depth], *lengths)
+    return verifications(kept_drafts, *lengths), num_waiting, num_tokens
 
 
 def middle_passes(
@@ -165,11 +184,20 @@ def middle_passes(
 
     The batch goes on while any of its sequences does, with those alone that do.
     """
+    return in_batch(verifications(kept_drafts, num_draft_tokens, num_provisional_tokens), batch_size)
+
+
+def in_batch(
+    started: Items[float],  # by verification: the probability that it comes for one sequence
+    batch_size: int,
+) -> list[tuple[float, float]]:
+    """For each verification: the probability that it comes for any of the batch, and for how many it then does."""
     passes = []
-    for share in verifications(kept_drafts, num_draft_tokens, num_provisional_tokens):
-        # `1 - (1 - share) ** batch_size`, for shares however small.
-        chance = 1.0 if share >= 1 else -math.expm1(batch_size * math.log1p(-share))
-        passes.append((chance, batch_size * share / chance))
+    for share in started:
+        if share > 0:
+            # `1 - (1 - share) ** batch_size`, for shares however small.
+            chance = 1.0 if share >= 1 else -math.expm1(batch_size * math.log1p(-share))
+            passes.append((chance, batch_size * share / chance))
     return passes
 
 

@@ -3,7 +3,6 @@
 Layers and heads are timed by themselves, rounds of every method as a whole; `calibrate` brings them together.
 """
 
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -20,6 +19,7 @@ from .config import EngineConfig, Method
 from .cost_model import Costs, Table
 from .part_timer import Part, PartTimer, part_names
 from .round_timer import RoundTimer
+from .undisturbed import undisturbed_mean
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -28,8 +28,9 @@ BATCH_SIZES = (1, 4, 16)
 NUM_ROWS = (1, 2, 4, 8)
 CONTEXT = 192
 """Tokens before those that layers and heads are timed on."""
-PROBE_CONTEXT = 32
-"""The same where whole rounds are timed: reading long prompts in would take most of the time."""
+PROBE_CONTEXT = 96
+"""The same where whole rounds are timed: reading long prompts in would take most of the time. Shorter ones mislead, for
+a round loses more to a longer context than its layers do by themselves."""
 PROBED = (1, 4)
 """Drafted tokens of the rounds that are timed."""
 NEAR_ROWS = (1, *(number + 1 for number in PROBED))
@@ -55,36 +56,86 @@ def measure_costs(
     cores. Raises ValueError where rounds cannot be timed, see `RoundTimer`.
     """
     sizes = tuple(sorted({size for size in BATCH_SIZES if size < max_batch} | {max_batch}))
-    max_context = model.backbone.max_context
-    # Engines go first: what they do to the model, such as packing its weights, holds for its parts too.
-    probes = list(_build_probes(model, build_engine, options or {}, sizes))
-    far_timer = PartTimer(model, max_batch, NUM_ROWS[-1], min(context, max_context // 2))
-    near_timer = PartTimer(model, max_batch, NEAR_ROWS[-1], min(PROBE_CONTEXT, max_context // 4))
-    names = part_names(model.exit_layers)
-    far = [Part(*cell) for cell in product(names, sizes, NUM_ROWS)]
-    # The LM head looks at no context.
-    near = [Part(*cell) for cell in product(names, sizes, NEAR_ROWS) if cell[0] != "target"]
-    jobs: list[Callable[[], Mapping[str, float]]] = [partial(far_timer.seconds, part) for part in far]
-    jobs += [partial(near_timer.seconds, part) for part in near]
-    jobs += [timer.seconds for timer, _ in probes]
+    probe = CostProbe(model, build_engine, options, sizes=sizes, context=context)
     try:
-        found = _repeat(jobs, seconds, show_progress=show_progress)
+        _repeat(probe, seconds, show_progress=show_progress)
     finally:
-        for timer, _ in probes:
+        probe.close()
+    return probe.costs()
+
+
+class CostProbe:
+    """Times every part and every round once a turn, as often as is asked, between whatever else runs."""
+
+    def __init__(
+        self,
+        model: EarlyExitModel,
+        build_engine: "Callable[..., Engine]",  # as `Engine`: from a model and options
+        options: Mapping[str, Any] | None = None,  # of the engines to come
+        *,
+        sizes: Items[int],  # numbers of sequences, rising
+        context: int = CONTEXT,  # tokens before the timed ones
+        probe_context: int = PROBE_CONTEXT,  # the same where whole rounds are timed, which must be read in
+    ) -> None:
+        max_batch, max_context = sizes[-1], model.backbone.max_context
+        context, probe_context = min(context, max_context // 2), min(probe_context, max_context // 4)
+        self._num_layers = model.backbone.num_layers
+        # Engines go first: what they do to the model, such as packing its weights, holds for its parts too.
+        self._rounds = list(_build_probes(model, build_engine, options or {}, sizes, probe_context))
+        far_timer = PartTimer(model, max_batch, NUM_ROWS[-1], context)
+        near_timer = PartTimer(model, max_batch, NEAR_ROWS[-1], probe_context)
+        names = part_names(model.exit_layers)
+        self._far = [Part(*cell) for cell in product(names, sizes, NUM_ROWS)]
+        # The LM head looks at no context.
+        self._near = [Part(*cell) for cell in product(names, sizes, NEAR_ROWS) if cell[0] != "target"]
+        self._jobs: list[Callable[[], Mapping[str, float]]] = [partial(far_timer.seconds, part) for part in self._far]
+        self._jobs += [partial(near_timer.seconds, part) for part in self._near]
+        self._jobs += [timer.seconds for timer, _ in self._rounds]
+        self._found: list[list[Mapping[str, float]]] = [[] for _ in self._jobs]
+        self._is_warm = False
+
+    @property
+    def num_jobs(self) -> int:
+        """Jobs of a turn."""
+        return len(self._jobs)
+
+    def turn(self) -> Iterator[None]:
+        """Run every job once, and stop after each. The first turn warms up; texts last for `NUM_REPEATS[1]` more."""
+        for job, results in zip(self._jobs, self._found, strict=True):
+            result = job()
+            if self._is_warm:
+                results.append(result)
+            yield
+        self._is_warm = True
+
+    def costs(self) -> Costs:
+        """By all turns so far, at least two."""
+        found = [
+            {name: undisturbed_mean([each[name] for each in results]) for name in results[0]} for results in self._found
+        ]
+        num_parts = len(self._far) + len(self._near)
+        return calibrate(
+            self._num_layers,
+            _tables(self._far, found),
+            _tables(self._near, found[len(self._far) :]),
+            [
+                asked._replace(seconds=seconds)
+                for (_, asked), seconds in zip(self._rounds, found[num_parts:], strict=True)
+            ],
+        )
+
+    def close(self) -> None:
+        """Abort the prompts of the rounds."""
+        for timer, _ in self._rounds:
             timer.close()
-    return calibrate(
-        model.backbone.num_layers,
-        _tables(far, found),
-        _tables(near, found[len(far) :]),
-        [
-            asked._replace(seconds=found)
-            for (_, asked), found in zip(probes, found[len(far) + len(near) :], strict=True)
-        ],
-    )
 
 
 def _build_probes(
-    model: EarlyExitModel, build_engine: "Callable[..., Engine]", options: Mapping[str, Any], sizes: Items[int]
+    model: EarlyExitModel,
+    build_engine: "Callable[..., Engine]",
+    options: Mapping[str, Any],
+    sizes: Items[int],
+    context: int,
 ) -> Iterator[tuple[RoundTimer, TimedRound]]:
     """Engines that run, and what each of their rounds is asked for."""
     asked: list[tuple[Method, int, int]] = [("autoregressive", 0, 1)]
@@ -92,7 +143,6 @@ def _build_probes(
         asked += [("single-layer", 1, number) for number in PROBED]
     if len(model.heads) > 1:
         asked.append(("hispec", 2, PROBED[-1]))
-    context = min(PROBE_CONTEXT, model.backbone.max_context // 4)
     # A round commits at most its draft, the intermediate level's token and the target's.
     max_new_tokens = (PROBED[-1] + 2) * (NUM_REPEATS[1] + 2)
     for size, (method, num_exits, num_drafted) in product(sizes, asked):
@@ -112,32 +162,20 @@ def _build_probes(
         yield RoundTimer(engine, size, context, max_new_tokens), TimedRound(size, exit_layers, num_drafted, {})
 
 
-def _repeat(
-    jobs: Items[Callable[[], Mapping[str, float]]], seconds: float, *, show_progress: bool
-) -> list[dict[str, float]]:
-    """What each job returns, name by name: the mean of its faster half, for what disturbs a run only adds to it."""
-    found: list[list[Mapping[str, float]]] = [[] for _ in jobs]
+def _repeat(probe: CostProbe, seconds: float, *, show_progress: bool) -> None:
+    """Turns for about so many seconds; jobs take turns, so that a noisy moment does not fall on one alone."""
     fewest, most = NUM_REPEATS
     bar_format = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}"
     with tqdm(total=1.0, desc="measure", disable=not show_progress, file=sys.stderr, bar_format=bar_format) as bar:
         start = time.perf_counter()
         for repeat in range(most + 1):
-            # Repeats go round over all jobs, so that a noisy moment does not fall on one alone; the first warms up.
-            for number, (job, results) in enumerate(zip(jobs, found, strict=True), 1):
-                result = job()
-                if repeat > 0:
-                    results.append(result)
+            for number, _ in enumerate(probe.turn(), 1):
                 passed = (time.perf_counter() - start) / (2 * max(seconds, 1e-9))
-                done = max(passed, (repeat + number / len(jobs)) / (most + 1))
+                done = max(passed, (repeat + number / probe.num_jobs) / (most + 1))
                 bar.update(max(0.0, min(1.0, done) - bar.n))
             if repeat >= fewest and time.perf_counter() - start >= seconds:
                 break
         bar.update(1.0 - bar.n)
-    return [{name: _undisturbed([each[name] for each in results]) for name in results[0]} for results in found]
-
-
-def _undisturbed(values: list[float]) -> float:
-    return statistics.mean(sorted(values)[: (len(values) + 1) // 2])
 
 
 def _tables(parts: Items[Part], found: Items[Mapping[str, float]]) -> dict[str | int, Table]:

@@ -1,19 +1,26 @@
-"""A plan against the clock: settings run on prompts, in turn, beside what was predicted for them."""
+"""A plan against the clock: settings run on prompts, beside what is predicted for them by costs of the same minutes.
+
+The parts of rounds are timed in turns between the runs, so that whatever the machine does beside, prediction and
+measurement both meet it. Tokens a round are counted over all prompts, apart from the clock: a few seconds meet too
+few of them.
+"""
 
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
 from ..heads import EarlyExitModel
 from .config import SamplingParams
-from .cost_model import Acceptance, Costs, Prediction, Setting, predict
+from .cost_model import Acceptance, Prediction, Setting, predict
+from .machine import CostProbe
 from .planner import AUTOREGRESSIVE, Plan
-from .rate_probe import RateProbe
+from .rate_probe import RateProbe, count_tokens_per_round
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -21,6 +28,10 @@ if TYPE_CHECKING:
 NUM_TURNS = 4
 SECONDS = 1.0
 """Of a turn."""
+COST_TURNS = 2
+"""Of the costs, before each turn of the settings and behind the last one."""
+PROVISIONAL = ((1, 1), (1, 3), (2, 2), (2, 4))
+"""Lengths of `hispec` that are tried: drafted, provisional."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,12 +43,19 @@ class Checked:
     tokens_per_round: float
     disturbed_share: float
     """Of its rounds, those that something else on the machine disturbed and that do not count."""
+    seconds_by_level: Mapping[str, float]
+    """Of a round."""
     is_chosen: bool
 
     @property
     def ratio(self) -> float:
         """Measured to predicted tokens a second."""
         return self.tokens_per_second / self.prediction.tokens_per_second
+
+    @property
+    def error(self) -> float:
+        """How far the prediction is off, as a share of what was measured; above 0 it was too fast."""
+        return self.prediction.tokens_per_second / self.tokens_per_second - 1
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
@@ -46,85 +64,152 @@ class Checked:
             "is_chosen": self.is_chosen,
             "tokens_per_second": self.tokens_per_second,
             "predicted_tokens_per_second": self.prediction.tokens_per_second,
+            "error": self.error,
             "tokens_per_round": self.tokens_per_round,
-            "disturbed_share": self.disturbed_share,
             "predicted_tokens_per_round": self.prediction.tokens_per_round,
+            "seconds_by_level": dict(self.seconds_by_level),
+            "predicted_seconds_by_level": dict(self.prediction.seconds_by_level),
+            "disturbed_share": self.disturbed_share,
         }
 
 
 def rivals(exit_layers: Items[int]) -> list[Setting]:
     """Settings that a choice is compared with: plain decoding, and each method with short and long drafts."""
-    settings = [AUTOREGRESSIVE]
-    if exit_layers:
-        first = tuple(exit_layers[:1])
-        settings += [
-            Setting(method="single-layer", exit_layers=first, num_draft_tokens=number) for number in (1, 2, 3, 5)
-        ]
-    if len(exit_layers) > 1:
-        settings += [
-            Setting(
-                method="hispec",
-                exit_layers=tuple(exit_layers[:2]),
-                num_draft_tokens=drafted,
-                num_provisional_tokens=provisional,
-            )
-            for drafted, provisional in ((1, 1), (1, 3), (2, 2), (2, 4))
-        ]
-    return settings
+    return [
+        AUTOREGRESSIVE,
+        *(_single(exit_layer, number) for exit_layer in exit_layers[:1] for number in (1, 2, 3, 5)),
+        *(_hispec(pair, *lengths) for pair in list(combinations(exit_layers[:2], 2)) for lengths in PROVISIONAL),
+    ]
+
+
+def sweep(exit_layers: Items[int]) -> list[Setting]:
+    """Plain decoding, every exit with drafts of 1 to 4 tokens, and every pair of exits with some lengths."""
+    return [
+        AUTOREGRESSIVE,
+        *(_single(exit_layer, number) for exit_layer in exit_layers for number in (1, 2, 3, 4)),
+        *(_hispec(pair, *lengths) for pair in combinations(exit_layers, 2) for lengths in PROVISIONAL),
+    ]
+
+
+def _single(exit_layer: int, number: int) -> Setting:
+    return Setting(method="single-layer", exit_layers=(exit_layer,), num_draft_tokens=number)
+
+
+def _hispec(exit_layers: tuple[int, ...], drafted: int, provisional: int) -> Setting:
+    return Setting(
+        method="hispec", exit_layers=exit_layers, num_draft_tokens=drafted, num_provisional_tokens=provisional
+    )
 
 
 def check_plan(
     model: EarlyExitModel,
     build_engine: "Callable[..., Engine]",
     made: Plan,
-    costs: Costs,
+    others: Items[Setting],  # that the plan's choices are compared with
     acceptance: Acceptance,
     prompts: Items[list[int]],  # token ids
     params: SamplingParams,
-    batch_size: int,
     *,
     show_progress: bool = False,
+) -> dict[int, list[Checked]]:
+    """By batch size of the plan: its choice and the others, predicted and measured."""
+    chosen = {size: made.at(size) for size in made.choices}
+    counts: dict[Setting, float] = {}
+    settings = list(dict.fromkeys([*chosen.values(), *others]))
+    for setting in tqdm(settings, desc="count", unit="setting", disable=not show_progress, file=sys.stderr):
+        counts[setting] = count_tokens_per_round(model, build_engine, setting, prompts, params)
+    return {
+        size: _check(
+            model,
+            build_engine,
+            list(dict.fromkeys([chosen[size], *others])),
+            counts,
+            acceptance,
+            prompts,
+            params,
+            size,
+            show_progress=show_progress,
+        )
+        for size in chosen
+    }
+
+
+def _check(
+    model: EarlyExitModel,
+    build_engine: "Callable[..., Engine]",
+    settings: list[Setting],  # the chosen one first
+    counts: Mapping[Setting, float],  # tokens a round
+    acceptance: Acceptance,
+    prompts: Items[list[int]],
+    params: SamplingParams,
+    batch_size: int,
+    *,
+    show_progress: bool,
 ) -> list[Checked]:
-    """The plan's choice and its rivals, run in turns so that a noisy moment does not fall on one alone."""
-    chosen = made.at(batch_size)
-    settings = [chosen, *(each for each in rivals(model.exit_layers) if each != chosen)]
+    """One batch size: settings and costs in turns."""
+    # While texts grow, as long as they are on average.
+    context = round(statistics.mean(map(len, prompts)) + params.max_new_tokens / 2)
+    cost_probe = CostProbe(model, build_engine, sizes=(batch_size,), context=context, probe_context=context)
     probes = [RateProbe(model, build_engine, each, prompts, params, batch_size) for each in settings]
-    turns = [probe for _ in range(NUM_TURNS) for probe in probes]
-    for probe in tqdm(turns, desc=f"batch {batch_size}", disable=not show_progress, file=sys.stderr):
-        probe.run(SECONDS)
+    total = NUM_TURNS * (len(probes) + COST_TURNS) + COST_TURNS
+    with tqdm(total=total, desc=f"batch {batch_size}", disable=not show_progress, file=sys.stderr) as bar:
+        for turn in range(NUM_TURNS + 1):
+            for _ in range(COST_TURNS):
+                for _ in cost_probe.turn():
+                    pass
+                bar.update()
+            for probe in probes if turn < NUM_TURNS else ():
+                probe.run(SECONDS)
+                bar.update()
+    cost_probe.close()
     for probe in probes:
         probe.close()
+    costs = cost_probe.costs()
     return [
         Checked(
             prediction=predict(probe.setting, costs, acceptance, batch_size),
-            tokens_per_second=probe.tokens_per_second,
-            tokens_per_round=probe.tokens_per_round,
+            tokens_per_second=batch_size * counts[probe.setting] / probe.seconds_per_round,
+            tokens_per_round=counts[probe.setting],
             disturbed_share=probe.disturbed_share,
-            is_chosen=probe.setting == chosen,
+            seconds_by_level=probe.seconds_by_level,
+            is_chosen=probe.setting == settings[0],
         )
         for probe in probes
     ]
 
 
+def median_error(rows: Items[Checked]) -> float:
+    """Of the predicted tokens a second, as shares of the measured ones."""
+    return statistics.median(abs(row.error) for row in rows)
+
+
+def choice_share(rows: Items[Checked]) -> float:
+    """What the choice for a batch size reaches of the best that was measured at it."""
+    chosen = next(row for row in rows if row.is_chosen)
+    return chosen.tokens_per_second / max(row.tokens_per_second for row in rows)
+
+
 def describe_check(rows: Items[Checked]) -> str:
-    """A table, and how far the predictions are off."""
-    lines = [f"{'setting':<42} {'measured':>8} {'said':>8} {'ratio':>6}  tokens a round (said)"]
+    """A table of one batch size: each setting predicted and measured."""
+    lines = [f"{'setting':<42} {'predicted':>9} {'measured':>8} {'error':>7}  tokens a round (predicted)"]
     for row in rows:
         lines.append(
-            f"{row.prediction.setting!s:<42} {row.tokens_per_second:8.1f} {row.prediction.tokens_per_second:8.1f} "
-            f"{row.ratio:6.2f}  {row.tokens_per_round:.2f} ({row.prediction.tokens_per_round:.2f})"
+            f"{row.prediction.setting!s:<42} {row.prediction.tokens_per_second:9.1f} {row.tokens_per_second:8.1f} "
+            f"{row.error:+7.1%}  {row.tokens_per_round:.2f} ({row.prediction.tokens_per_round:.2f})"
             + ("  <- chosen" if row.is_chosen else "")
         )
-    best = max(row.tokens_per_second for row in rows)
-    chosen = next(row for row in rows if row.is_chosen)
-    off = statistics.median(abs(1 - row.ratio) for row in rows)
-    lines.append(
-        f"off by {off:.0%} in the median; the choice reaches {chosen.tokens_per_second / best:.0%} of the best here"
-        f"{_disturbance(rows)}"
-    )
+    share = statistics.mean(row.disturbed_share for row in rows)
+    if share > 0.05:
+        lines.append(f"{share:.0%} of the rounds were disturbed by other programs and left out")
     return "\n".join(lines)
 
 
-def _disturbance(rows: Items[Checked]) -> str:
-    share = statistics.mean(row.disturbed_share for row in rows)
-    return f"; {share:.0%} of the rounds were disturbed by other programs and left out" if share > 0.05 else ""
+def describe_result(checked: Mapping[int, Items[Checked]]) -> str:
+    """In one line how far predictions are off, and what the choices are worth."""
+    rows = [row for each in checked.values() for row in each]
+    worst = min(checked, key=lambda size: choice_share(checked[size]))
+    shares = ", ".join(f"{choice_share(each):.1%} at batch {size}" for size, each in checked.items())
+    return (
+        f"predictions are off by {median_error(rows):.1%} in the median over {len(rows)} configurations; the planner's "
+        f"choice reaches {shares} of the best measured, at least {choice_share(checked[worst]):.1%}"
+    )

@@ -11,13 +11,14 @@ from typing import Any
 from ..checkpoints import load_adapter, load_base, shipped_adapter
 from ..heads import EarlyExitModel
 from ..recipes import resolve_model
+from .acceptance_file import known_acceptance, prompts_digest, read_acceptance, write_acceptance
 from .acceptance_probe import measure_acceptance
 from .auto_plan import model_costs
 from .config import SamplingParams
 from .cost_model import Acceptance
 from .engine import Engine
-from .plan_check import check_plan, describe_check
-from .planner import Plan, describe, measured_acceptance, plan
+from .plan_check import Checked, check_plan, choice_share, describe_check, describe_result, median_error, rivals, sweep
+from .planner import Plan, describe, plan
 from .prompt import Prompt
 from .prompt_file import PromptLine, read_prompt_file
 from .what_if import DEVICES, SHAPES, Head, acceptance_on_paper, costs_on_paper, parse_device
@@ -53,14 +54,16 @@ def build_parser() -> argparse.ArgumentParser:
     here = parser.add_argument_group("on this machine")
     add(here, "--model", default="smollm2", metavar="NAME", help="alias, hub id or folder (default: smollm2)")
     add(here, "--adapter", metavar="NAME", help="folder or hub id of the heads (default: the shipped ones)")
-    add(here, "--prompts", type=Path, metavar="FILE", help="JSONL; measure on it how often the heads are right")
+    about = "JSONL; measure on it how often the heads are right, and keep that for later plans"
+    add(here, "--prompts", type=Path, metavar="FILE", help=about)
     add(here, "--max-new-tokens", type=int, default=128, metavar="N", help="of its answers (default: 128)")
     add(here, "--temperature", type=float, default=0.0, help="of its answers; 0 is greedy (default)")
     add(here, "--limit", type=int, default=16, metavar="N", help="prompts of it that are used (default: 16)")
     add(here, "--dtype", default="auto", help="auto, float32 or bfloat16")
     add(here, "--device", default="auto", metavar="NAME", help="auto, cpu or cuda; with --what-if see there")
-    add(here, "--replan", action="store_true", help="measure the machine even where its figures are on disk")
-    add(here, "--verify", action="store_true", help="run the choice and some others on --prompts beside what is said")
+    add(here, "--replan", action="store_true", help="measure anew what is on disk: the machine, and --prompts if given")
+    about = "run the choice and others on --prompts beside what is predicted: some (default), or the full sweep"
+    add(here, "--verify", nargs="?", const="some", choices=("some", "full"), help=about)
     paper = parser.add_argument_group("on paper")
     add(paper, "--what-if", choices=sorted(SHAPES), help="the shapes of this model; no model is loaded")
     paper.description = (
@@ -111,18 +114,29 @@ def _plan_here(options: argparse.Namespace) -> int:
     params = SamplingParams(max_new_tokens=options.max_new_tokens, temperature=options.temperature)
     engine = Engine(model, tokenizer, method="autoregressive", max_num_seqs=1, num_blocks=1)
     prompts = [] if options.prompts is None else read_prompts(engine, options)
-    acceptance = find_acceptance(model, prompts, params)
+    acceptance = find_acceptance(model, prompts, params, anew=options.replan)
     costs = model_costs(model, {}, Engine, max_batch=max(options.batch_size), anew=options.replan)
     made = plan(costs, acceptance, options.batch_size)
     _print(made, options)
     if options.verify:
-        for size in made.choices:
-            rows = check_plan(model, Engine, made, costs, acceptance, prompts, params, size, show_progress=True)
-            if options.json:
-                print(json.dumps({"batch_size": size, "measured": [row.to_dict() for row in rows]}))
-            else:
-                print(f"\nbatch {size}\n{describe_check(rows)}")
+        others = (sweep if options.verify == "full" else rivals)(model.exit_layers)
+        _print_check(check_plan(model, Engine, made, others, acceptance, prompts, params, show_progress=True), options)
     return 0
+
+
+def _print_check(checked: dict[int, list[Checked]], options: argparse.Namespace) -> None:
+    if not options.json:
+        for size, rows in checked.items():
+            print(f"\nbatch {size}\n{describe_check(rows)}")
+        print(f"\n{describe_result(checked)}")
+        return
+    for size, rows in checked.items():
+        record = {"median_error": median_error(rows), "choice_share": choice_share(rows)}
+        print(json.dumps({"batch_size": size, "measured": [row.to_dict() for row in rows]} | record))
+    rows = [row for each in checked.values() for row in each]
+    shares = [choice_share(each) for each in checked.values()]
+    summary = {"num_configurations": len(rows), "median_error": median_error(rows), "choice_share": min(shares)}
+    print(json.dumps({"summary": summary}))
 
 
 def read_prompts(engine: Engine, options: argparse.Namespace) -> list[list[int]]:
@@ -137,11 +151,18 @@ def read_prompts(engine: Engine, options: argparse.Namespace) -> list[list[int]]
     return [line.token_ids for line in lines[: options.limit]]
 
 
-def find_acceptance(model: EarlyExitModel, prompts: list[list[int]], params: SamplingParams) -> Acceptance:
-    """Measured on prompts where there are any, else what the adapter tells."""
-    if prompts:
-        return measure_acceptance(model, Engine, prompts, params, show_progress=True)
-    return measured_acceptance(model.acceptance, model.exit_layers, model.backbone.num_layers, greedy=params.is_greedy)
+def find_acceptance(
+    model: EarlyExitModel, prompts: list[list[int]], params: SamplingParams, *, anew: bool = False
+) -> Acceptance:
+    """Of prompts where there are any, measured once and kept; else what is known of the heads."""
+    if not prompts or not model.heads:
+        return known_acceptance(model, params.temperature)
+    digest = prompts_digest(prompts, params)
+    found = None if anew else read_acceptance(model, params.temperature, digest)
+    if found is None:
+        found = measure_acceptance(model, Engine, prompts, params, show_progress=True)
+        write_acceptance(model, params.temperature, digest, found)
+    return found
 
 
 def _print(made: Plan, options: argparse.Namespace) -> None:

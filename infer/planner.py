@@ -2,17 +2,17 @@
 
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Items
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import combinations
 from math import log
 from typing import Any
 
 from .cost_model import Acceptance, Costs, Prediction, Setting, predict
+from .replay import MIN_DRAFTS, acceptance_from_list
 
 MAX_DRAFT_TOKENS = 6
 MAX_PROVISIONAL_TOKENS = 8
-MIN_DRAFTS = 20
-"""Places that fewer drafts have reached say nothing."""
 MARGIN = 1.05
 """Speculation is chosen where it should be faster than plain decoding by this factor: below it the prediction's own
 error decides, and plain decoding never loses."""
@@ -113,10 +113,15 @@ def measured_acceptance(
     *,
     greedy: bool = True,
 ) -> Acceptance:
-    """The shares by place in a draft; sampled ones are scaled by what the expected acceptance is to the agreement.
+    """What an adapter's report tells: the rounds of every setting, greedy or sampled at temperature 1.
 
-    Raises ValueError where there are exits and the report does not tell how they do.
+    Reports that are older tell only shares by place in a draft, which promise too much to long drafts; their sampled
+    ones are scaled by what the expected acceptance is to the agreement. Raises ValueError where there are exits and the
+    report does not tell how they do.
     """
+    with suppress(KeyError, TypeError, ValueError, AttributeError):
+        kept = (report or {})["courses"]["greedy" if greedy else "sampled"]
+        return acceptance_from_list(kept, exit_layers, num_layers)
     levels = [*exit_layers, num_layers]
     hops = {}
     try:

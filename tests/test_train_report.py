@@ -14,9 +14,11 @@ from hispec.checkpoints.adapter import TENSOR_PREFIX
 from hispec.checkpoints.figure import Line, draw_bars, draw_lines, shorten, ticks
 from hispec.checkpoints.markdown import table
 from hispec.heads import EarlyExitModel
+from hispec.infer.planner import measured_acceptance
 from hispec.recipes import recipe_from_dict
 from hispec.train import describe_acceptance, train_adapter
 from hispec.train.cache_writer import extend_cache
+from hispec.train.record import predicted_lengths
 from hispec.train.report import describe_report, report_files
 from hispec.train.sections import judge_levels, main_hops
 
@@ -153,12 +155,25 @@ def test_sizes_are_those_of_the_saved_tensors(adapter, run):
         assert head["num_parameters"] == sum(tensor.numel() for tensor in own if tensor.is_floating_point())
 
 
-def test_prediction_takes_the_measured_shares(run):
+def test_prediction_takes_what_was_counted_along_the_responses(run):
+    found = measured_acceptance(run["acceptance"], (0, 2, 4), 6)
+    sampled = measured_acceptance(run["acceptance"], (0, 2, 4), 6, greedy=False)
+    assert found != sampled
+    for acceptance, rule in ((found, "greedy"), (sampled, "sampled")):
+        for setting, course in acceptance.courses.items():
+            name = "->".join(map(str, setting.exit_layers))
+            lengths = run["predicted_length"][setting.method][name][rule]
+            if setting.method == "single-layer" or setting.num_provisional_tokens == 4:
+                assert lengths[setting.num_draft_tokens - 1] == pytest.approx(course.tokens_per_round, abs=1e-4)
+
+
+def test_prediction_of_a_record_without_rounds_takes_the_measured_shares(run):
     """By hand, for two drafted tokens."""
-    first, second = run["acceptance"]["by_place"]["2->target"]["agreement"][:2]
-    predicted = run["predicted_length"]["single-layer"]["2"]
+    measured = {name: value for name, value in run["acceptance"].items() if name != "courses"}
+    first, second = measured["by_place"]["2->target"]["agreement"][:2]
+    predicted = predicted_lengths(measured, (0, 2, 4))["single-layer"]["2"]
     assert predicted["greedy"][1] == pytest.approx(1 + first + first * second, abs=1e-4)
-    first, second = (run["acceptance"]["by_distance"][key]["2->target"]["acceptance"] for key in "12")
+    first, second = (measured["by_distance"][key]["2->target"]["acceptance"] for key in "12")
     assert predicted["sampled"][1] == pytest.approx(1 + first + first * second, abs=1e-4)
 
 

@@ -15,6 +15,8 @@ from tqdm import tqdm
 from ..heads import EarlyExitModel
 from .cache import Batch, StateSource
 from .exit_states import batch_context, exit_state, head_logits
+from .responses import Response
+from .scored_answers import ScoredAnswers
 from .tally import Calibration, Chains, Means
 from .windows import fixed_distance, random_windows
 
@@ -57,9 +59,14 @@ def evaluate(
       committed context all distances are the same.
     - `by_place`: `{hop: {"agreement": [...], "num_drafts": [...]}}`: the share of tokens at place 1, 2, ... of a
       draft that the deeper level agrees with when it agreed with all before; place k is read at distance k. The
-      tokens between are the response's own: those of greedy decoding where the response is the greedy one.
+      tokens between are the response's own: those of greedy decoding where the response is the greedy one. A draft may
+      start at any row, so these are not what a decoder meets: it starts most often where drafts fail.
+    - `courses`: `{"greedy": [...], "sampled": [...]}`, by setting (exits and lengths) what its rounds do when they
+      follow each response from its beginning, see `hispec.infer.course`: `greedy` by agreement, on the responses that
+      are greedy ones if there are any; `sampled` by coins of the expected acceptance. Left out where there are fewer
+      than 20 rounds.
 
-    Without `distances` the last two are left out; places go as far as distances count on from 1.
+    Without `distances` the last three are left out; places go as far as distances count on from 1.
     """
     num_tokens: dict[str, int] = defaultdict(int)
     overall = Means()
@@ -68,10 +75,11 @@ def evaluate(
     num_places = next((place for place, distance in enumerate(distances) if distance != place + 1), len(distances))
     by_place: dict[str, Chains] = defaultdict(lambda: Chains(num_places))
     calibration: dict[str, Calibration] = defaultdict(Calibration)
+    answered = ScoredAnswers(seed)
     needs_distance = any(head.config.committed_context for head in model.exit_heads)
     total = sum(cache.sequences[index].length for index in indices)
     with tqdm(total=total, unit="tok", desc="evaluate", disable=not show_progress) as progress:
-        for batch in _batches(model, cache, indices, batch_tokens):
+        for chosen, batch in _batches(model, cache, indices, batch_tokens):
             scores = level_scores(model, batch, random_windows(batch.lengths, batch.spans, max_window, seed))
             overall.add(scores.hops)
             for name, confidence in scores.confidence.items():
@@ -87,9 +95,12 @@ def evaluate(
                 by_distance[str(distance)].add(at_distance[-1])
             # A draft does not go on into the next answer of a conversation.
             rows = [max(0, stop - start - 1) for answers in batch.spans for start, stop in answers]
-            for parts in zip(*(_by_sequence(hops, rows) for hops in at_distance[:num_places]), strict=True):
+            by_answer = list(zip(*(_by_sequence(hops, rows) for hops in at_distance[:num_places]), strict=True))
+            top_shares = _top_shares([cache.sequences[index] for index in chosen], batch) if by_answer else []
+            for parts, top_share in zip(by_answer, top_shares, strict=True):
                 for hop in scores.hops:
                     by_place[hop].add([part[hop][0].bool() for part in parts])
+                answered.add(parts, top_share)
             progress.update(sum(batch.lengths))
     report: dict[str, Any] = {"num_tokens": sum(num_tokens.values()), "hops": overall.result()}
     report["by_kind"] = {kind: by_kind[kind].result() for kind in sorted(by_kind)}
@@ -98,6 +109,7 @@ def evaluate(
     if distances:
         report["by_distance"] = {key: means.result() for key, means in by_distance.items()}
         report["by_place"] = {hop: chains.result() for hop, chains in by_place.items()}
+        report |= answered.courses(model.exit_layers)
     return report
 
 
@@ -179,14 +191,31 @@ def _union_ids(model: EarlyExitModel) -> Tensor | None:
     return torch.cat(known).unique() if len(known) == len(vocabularies) else None
 
 
-def _batches(model: EarlyExitModel, cache: StateSource, indices: Sequence[int], batch_tokens: int) -> Iterator[Batch]:
+def _top_shares(sequences: Sequence[Response], batch: Batch) -> list[float]:
+    """Of every answer: the share of its tokens, behind the first one, that are the base's first choice."""
+    top = batch.top_token.cpu()
+    shares = []
+    begin = 0
+    for sequence in sequences:
+        ids = torch.tensor([*sequence.prompt_token_ids, *sequence.token_ids])
+        for start, stop in sequence.spans:
+            chosen = top[begin + start : begin + stop - 1] == ids[start + 1 : stop]
+            shares.append(chosen.float().mean().item() if len(chosen) else 0.0)
+        begin += sequence.length
+    return shares
+
+
+def _batches(
+    model: EarlyExitModel, cache: StateSource, indices: Sequence[int], batch_tokens: int
+) -> Iterator[tuple[list[int], Batch]]:
+    """Which sequences, and what is cached of them."""
     chosen: list[int] = []
     num_tokens = 0
     for index in indices:
         chosen.append(index)
         num_tokens += cache.sequences[index].length
         if num_tokens >= batch_tokens:
-            yield cache.read(chosen, model.exit_layers, model.backbone)
+            yield chosen, cache.read(chosen, model.exit_layers, model.backbone)
             chosen, num_tokens = [], 0
     if chosen:
-        yield cache.read(chosen, model.exit_layers, model.backbone)
+        yield chosen, cache.read(chosen, model.exit_layers, model.backbone)

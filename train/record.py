@@ -1,6 +1,7 @@
 """The record of a training run: what `run.json` beside an adapter holds, and the report is written from."""
 
 from collections.abc import Mapping, Sequence
+from itertools import combinations
 from typing import Any
 
 from ..checkpoints import base_source, run_record
@@ -24,8 +25,8 @@ def training_record(
     """How an adapter was made and how good it is, JSON-ready and without local paths.
 
     - `command`, `versions`, `recipe`: see `run_record`.
-    - `acceptance`: agreement and expected acceptance of every pair of levels, by kind, distance and place, see
-      `evaluate`.
+    - `acceptance`: agreement and expected acceptance of every pair of levels, by kind, distance and place, and what
+      rounds of every length do, see `evaluate`.
     - `base`: `source` (a hub id or package, null for a folder), `num_layers`, `hidden_size`, `vocab_size`,
       `num_parameters`.
     - `heads`: for each exit its config, and `num_parameters` and `num_bytes` of what is trained and saved.
@@ -65,10 +66,13 @@ def predicted_lengths(
     """Tokens committed per verification by the target, by `num_draft_tokens` from 1 on, as the measurement predicts.
 
     `single-layer` has an entry for each exit as the draft, `hispec` one for each pair of exits ("2->8": draft,
-    intermediate) at `num_provisional_tokens`. Each has two lists: `greedy`, from `by_place`, and `sampled`, at
-    temperature 1 with the rejection rule, from the expected acceptance in `by_distance` as if the places of a draft
-    were independent.
+    intermediate) at `num_provisional_tokens`. Each has two lists: `greedy` and `sampled`, at temperature 1 with the
+    rejection rule. Both are counted along the responses (`courses`); where there are too few, `greedy` is from
+    `by_place`, and `sampled` from the expected acceptance in `by_distance` as if the places of a draft were
+    independent.
     """
+    if "courses" in acceptance:
+        return _counted_lengths(acceptance["courses"], exit_layers)
     levels = list(map(str, exit_layers))
     lengths = range(1, MAX_DRAFT_TOKENS + 1)
     num_provisional = EngineConfig.num_provisional_tokens
@@ -100,3 +104,20 @@ def predicted_lengths(
         for middle in levels[index + 1 :]
     }
     return {"num_provisional_tokens": num_provisional, "single-layer": single_layer, "hispec": hispec}
+
+
+def _counted_lengths(courses: Mapping[str, Any], exit_layers: Sequence[int]) -> dict[str, Any]:
+    num_provisional = EngineConfig.num_provisional_tokens
+    found: dict[str, Any] = {"num_provisional_tokens": num_provisional, "single-layer": {}, "hispec": {}}
+    exits = [(layer,) for layer in exit_layers] + list(combinations(exit_layers, 2))
+    for chosen in exits:
+        method, provisional = ("single-layer", 1) if len(chosen) == 1 else ("hispec", num_provisional)
+        found[method]["->".join(map(str, chosen))] = {
+            rule: [
+                round(each["tokens_per_round"], 4)
+                for each in courses[rule]
+                if tuple(each["exit_layers"]) == chosen and each["num_provisional_tokens"] == provisional
+            ]
+            for rule in ("greedy", "sampled")
+        }
+    return found

@@ -156,8 +156,8 @@ def acceptance(run: Run) -> list[str]:
     }"""
     given = """
         Agreement at the same positions, given that it never failed before in the draft: higher, because what is easy
-        stays easy for a while. The tokens between are the response's own. The greedy acceptance lengths below come
-        from these.
+        stays easy for a while. The tokens between are the response's own, and a draft may begin anywhere. Decoding
+        begins more drafts where it is hard, because it runs through what is easy; so it meets less than this.
         """
     return [
         prose(how_to_read),
@@ -219,26 +219,28 @@ def length(run: Run) -> list[str]:
         {greedy[1]:.2f} tokens. That is not the speed yet: a longer draft pays only while the length still rises by
         more than one more drafted token costs.
         """
-    where = f"""
-        Here m tokens wait for the target: drafts of K = `num_draft_tokens` go to the intermediate one after another,
-        each adds the tokens that were kept and one of the intermediate's own, until `num_provisional_tokens` =
-        {predicted["num_provisional_tokens"]} or more wait; what the target keeps is taken as independent of m. *greedy*
-        takes the shares given that all before were kept; *sampled* (temperature 1, rejection rule) takes the expected
-        acceptance by position, as if the positions were independent. Ends of texts are left out. As `hispec` puts
-        {predicted["num_provisional_tokens"]} or more tokens before the target whatever K is, compare it with
-        `single-layer` at {predicted["num_provisional_tokens"]}.
+    counted = f"""
+        Counted along the held-out responses: each is gone through as decoding does it, from its beginning, a draft
+        after each verification, with what every exit says at every position. Drafts of K = `num_draft_tokens` go to the
+        target, or under `hispec` to the intermediate, one after another, each adding the tokens that were kept and one
+        of the intermediate's own, until `num_provisional_tokens` = {predicted["num_provisional_tokens"]} or more wait.
+        *greedy* goes by agreement, over the model's greedy responses if there are any; *sampled* (temperature 1,
+        rejection rule) by the expected acceptance. As `hispec` puts {predicted["num_provisional_tokens"]} or more
+        tokens before the target whatever K is, compare it with `single-layer` at
+        {predicted["num_provisional_tokens"]}.
         """
-    formulas = [
-        "    single-layer:  1 + a1 + a1 a2 + ... + a1 a2 ... aK         a: kept by the target, of the draft's",
-        "    hispec:        1 + P(m >= 1) c1 + P(m >= 2) c1 c2 + ...    c: kept by the target, of the intermediate's",
-    ]
+    by_shares = f"""
+        With the share kept at place 1, 2, ... of those that got there, as if drafts began anywhere alike, which says
+        more than decoding reaches with long drafts: `single-layer` commits 1 + a1 + a1 a2 + ... tokens (a: kept by the
+        target, of the draft's), `hispec` 1 + P(m ≥ 1) c1 + P(m ≥ 2) c1 c2 + ... (c: kept by the target, of the
+        intermediate's), where m tokens wait, {predicted["num_provisional_tokens"]} or more. *greedy* takes agreement,
+        *sampled* the expected acceptance by position, as if the positions were independent.
+        """
     return [
         prose(meaning),
         figure("length", "predicted acceptance length over num_draft_tokens"),
         table(["num_draft_tokens", *map(str, range(1, len(greedy) + 1))], rows),
-        "With the share kept at place 1, 2, ... of those that got there:",
-        "\n".join(formulas),
-        prose(where),
+        prose(counted if "courses" in run["acceptance"] else by_shares),
     ]
 
 
