@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 PLANNED = ("method", "exit_layers", "num_draft_tokens", "num_provisional_tokens")
 """Options that a plan decides."""
+UNPRICED = ("plan", "replan", "ngram_drafts")
+"""Options that no setting of the planner is measured with."""
+
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
 """Sizes that a plan has a row for, up to the engine's own."""
 
@@ -47,6 +50,10 @@ def make_plan(
     made = plan(costs, acceptance, sizes)
     made = replace(made, choices=made.engine_choices)
     planned = {name: getattr(made.engine, name) for name in PLANNED}
+    if options.get("ngram_drafts") is not False:
+        # Copied drafts cost nothing where there are none, so they go with every choice.
+        is_plain = made.engine.method == "autoregressive"
+        planned |= {"method": "ngram", "ngram_drafts": None} if is_plain else {"ngram_drafts": True}
     return made, {**options, **planned}, build_policy(costs, acceptance, made.engine)
 
 
@@ -67,7 +74,7 @@ def model_costs(
     show_progress: bool = True,
 ) -> Costs:
     """This machine's costs, from the disk or measured and put there."""
-    rest = {name: value for name, value in options.items() if name not in (*PLANNED, "plan", "replan")}
+    rest = {name: value for name, value in options.items() if name not in (*PLANNED, *UNPRICED)}
     key = machine_key(model, rest)
     costs = None if anew else read_costs(key, max_batch)
     if costs is None:

@@ -168,10 +168,10 @@ class EngineConfig:
     """Measure this machine anew for the plan."""
     exit_confidence: float = 0.75
     """Under `adadecode`: the probability of an exit's likeliest token with which a token leaves there."""
-    ngram_drafts: bool = False
+    ngram_drafts: bool | None = None
     """Under `single-layer` and `hispec`: a round takes its draft from the prompt and the text, where the newest tokens
     stood before and what followed promises more than the exits; such a draft costs no pass, and the target alone
-    verifies it."""
+    verifies it. None does so with `plan` alone."""
     num_ngram_tokens: int = 8
     """With `ngram_drafts`, and under `ngram`: most tokens copied at once; fewer where they are kept less often."""
     min_ngram: int = 1
@@ -221,8 +221,6 @@ class EngineConfig:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.max_ngram < self.min_ngram:
             raise ValueError(f"max_ngram is {self.max_ngram}, less than min_ngram, {self.min_ngram}; raise it")
-        if self.ngram_drafts and self.plan is not None:
-            raise ValueError("ngram_drafts does not go with plan='auto', which has no costs for it; leave one out")
         if self.ngram_drafts and self.method not in ("single-layer", "hispec"):
             raise ValueError(
                 f"ngram_drafts stands in for the exits of single-layer and hispec, not of {self.method!r}; choose one "
