@@ -64,7 +64,7 @@ def scaled(table, by):
     return replace(table, seconds=tuple(tuple(value * by for value in row) for row in table.seconds))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(costs_of_machines(), kept, batches)
 def test_a_round_is_never_worse_than_plain_by_its_own_model(costs, draft_target, batch):
     found = acceptance((0.5,), (0.5,), draft_target)
@@ -78,7 +78,7 @@ def test_a_round_is_never_worse_than_plain_by_its_own_model(costs, draft_target,
     assert [length for _, length in by_share] == sorted(lengths)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(costs_of_machines(), kept, shares, st.integers(1, 12))
 def test_no_common_length_is_better(costs, draft_target, share, size):
     found = acceptance((0.5,), (0.5,), draft_target)
@@ -91,7 +91,7 @@ def test_no_common_length_is_better(costs, draft_target, share, size):
     assert chosen >= best * ALIKE * (1 - 1e-9) or best <= plain * MARGIN / ALIKE
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(costs_of_machines(), kept, batches, st.floats(1, 20))
 def test_dearer_drafts_are_shorter(costs, draft_target, batch, by):
     found = acceptance((0.5,), (0.5,), draft_target)
@@ -102,7 +102,7 @@ def test_dearer_drafts_are_shorter(costs, draft_target, batch, by):
         assert not any(lengths_of(dear, batch))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(costs_of_machines(), st.integers(1, 12))
 def test_nothing_kept_is_nothing_drafted(costs, size):
     assert lengths_of(single(costs), [0.0] * size) == [0] * size
