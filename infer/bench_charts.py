@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from ..checkpoints.figure import Line, draw_bars, draw_lines
 from .bench_schema import Cell, Result
 from .bench_summary import ALL
+from .levels import NGRAM_LEVEL
 
 
 def draw_bench_charts(result: Result) -> dict[str, str]:
@@ -64,7 +65,7 @@ def _stages(cells: Sequence[Cell]) -> str | None:
         return None
     names = [
         name
-        for name in ("prefill", "draft", "intermediate", "target", "other")
+        for name in ("prefill", NGRAM_LEVEL, "draft", "intermediate", "target", "other")
         if any(name in parts for parts in shares.values())
     ]
     groups = {method: {name: max(0.0, parts.get(name, 0.0)) for name in names} for method, parts in shares.items()}

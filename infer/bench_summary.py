@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from .bench_schema import Cell, Check, LevelResult, Spread
+from .levels import NGRAM_LEVEL
 from .methods import BASELINE, METHODS, PLAIN
 
 ALL = "all"
@@ -176,7 +177,7 @@ def _verification_to_draft(levels: Mapping[str, LevelResult] | None) -> dict[str
     return {
         name: level["seconds"] / level["num_rounds"] / seconds_per_draft
         for name, level in levels.items()
-        if name != "draft" and level["num_rounds"]
+        if name not in ("draft", NGRAM_LEVEL) and level["num_rounds"]
     }
 
 

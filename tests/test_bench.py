@@ -401,3 +401,13 @@ def test_a_draft_level_that_was_never_sure_has_no_ratio(places, tmp_path):
     cells = {cell["method"]: cell for cell in result_of(tmp_path / "out")["cells"]}
     draft = cells["adadecode"]["levels"]["draft"]
     assert draft["num_rounds"] or cells["adadecode"]["verification_to_draft_time"] is None
+
+
+def test_drafts_by_ngrams_are_a_part_of_their_own(places, tmp_path):
+    assert run(places, tmp_path / "out", "--methods", "single-layer+ngram", "--max-new-tokens", "6") == 0
+    result = result_of(tmp_path / "out")
+    cell = next(cell for cell in result["cells"] if cell["method"] == "single-layer+ngram")
+    assert list(cell["levels"]) == ["ngram", "draft", "target"]
+    assert "ngram" not in (cell["verification_to_draft_time"] or {})
+    assert result["is_lossless"]
+    assert "ngram" in (tmp_path / "out" / "figures" / "stages.svg").read_text()
