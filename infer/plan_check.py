@@ -1,7 +1,7 @@
 """A plan against the clock: settings run on prompts, beside what is predicted for them by costs of the same minutes.
 
-The parts of rounds are timed between the runs, some after each, so that whatever the machine does beside, prediction and
-measurement both meet it. Tokens a round are counted over all prompts, apart from the clock: a few seconds meet too
+The parts of rounds are timed between the runs, some after each, so that whatever the machine does beside, prediction
+and measurement both meet it. Tokens a round are counted over all prompts, apart from the clock: a few seconds meet too
 few of them.
 """
 
