@@ -78,6 +78,7 @@ class CostProbe:
         probe_context: int = PROBE_CONTEXT,  # the same where whole rounds are timed, which must be read in
     ) -> None:
         max_batch, max_context = sizes[-1], model.backbone.max_context
+        # The longest of a batch is half as long again.
         context, probe_context = min(context, max_context // 2), min(probe_context, max_context // 4)
         self._num_layers = model.backbone.num_layers
         # Engines go first: what they do to the model, such as packing its weights, holds for its parts too.

@@ -12,6 +12,7 @@ import torch
 
 from ..heads import EarlyExitModel
 from .attention import PagedAttention, Span
+from .contexts import spread_contexts
 from .kv_cache import KVCache
 
 BLOCK_SIZE = 16
@@ -34,11 +35,11 @@ class PartTimer:
         model: EarlyExitModel,
         max_batch: int,
         max_rows: int,
-        context: int,  # tokens before the timed ones
+        context: int,  # tokens before the timed ones, on average: see `spread_contexts`
     ) -> None:
         self._model, self._backbone, self._context = model, model.backbone, context
         backbone = model.backbone
-        blocks = -(-(context + max_rows) // BLOCK_SIZE)
+        blocks = -(-(max(spread_contexts(context, max_batch)) + max_rows) // BLOCK_SIZE)
         self._tables = [list(range(b * blocks, (b + 1) * blocks)) for b in range(max_batch)]
         self._cache = KVCache(
             backbone.num_layers + len(model.heads),
@@ -73,8 +74,11 @@ class PartTimer:
     def _prepare(self, part: Part) -> Callable[[], object]:
         backbone, model = self._backbone, self._model
         name, batch, rows = part
-        spans = [Span(table, self._context, self._context + rows) for table in self._tables[:batch]]
-        positions = torch.arange(self._context, self._context + rows, device=backbone.device).repeat(batch)
+        contexts = spread_contexts(self._context, batch)
+        tables = zip(self._tables[:batch], contexts, strict=True)
+        spans = [Span(table, context, context + rows) for table, context in tables]
+        places = torch.arange(rows) + torch.tensor(contexts).unsqueeze(-1)
+        positions = places.flatten().to(backbone.device)
         states = self._states[:, : batch * rows]
         if name == "target":
             return lambda: backbone.logits(backbone.final_norm(states)[0]).argmax(-1)

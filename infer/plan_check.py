@@ -1,7 +1,7 @@
 """A plan against the clock: settings run on prompts, beside what is predicted for them by costs of the same minutes.
 
-The parts of rounds are timed in turns between the runs, so that whatever the machine does beside, prediction and
-measurement both meet it. Tokens a round are counted over all prompts, apart from the clock: a few seconds meet too
+The parts of rounds are timed between the runs, some after each, so that whatever the machine does beside, prediction
+and measurement both meet it. Tokens a round are counted over all prompts, apart from the clock: a few seconds meet too
 few of them.
 """
 
@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import chain, combinations, islice, repeat
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
@@ -29,7 +29,7 @@ NUM_TURNS = 4
 SECONDS = 1.0
 """Of a turn."""
 COST_TURNS = 2
-"""Of the costs, before each turn of the settings and behind the last one."""
+"""Of the costs, spread over a turn of the settings."""
 PROVISIONAL = ((1, 1), (1, 3), (2, 2), (2, 4))
 """Lengths of `hispec` that are tried: drafted, provisional."""
 
@@ -151,16 +151,16 @@ def _check(
     context = round(statistics.mean(map(len, prompts)) + params.max_new_tokens / 2)
     cost_probe = CostProbe(model, build_engine, sizes=(batch_size,), context=context, probe_context=context)
     probes = [RateProbe(model, build_engine, each, prompts, params, batch_size) for each in settings]
-    total = NUM_TURNS * (len(probes) + COST_TURNS) + COST_TURNS
-    with tqdm(total=total, desc=f"batch {batch_size}", disable=not show_progress, file=sys.stderr) as bar:
-        for turn in range(NUM_TURNS + 1):
-            for _ in range(COST_TURNS):
-                for _ in cost_probe.turn():
-                    pass
-                bar.update()
-            for probe in probes if turn < NUM_TURNS else ():
-                probe.run(SECONDS)
-                bar.update()
+    jobs = chain.from_iterable(cost_probe.turn() for _ in repeat(None))
+    num_jobs = -(-COST_TURNS * cost_probe.num_jobs // len(probes))
+    for _ in islice(jobs, cost_probe.num_jobs):  # warms up
+        pass
+    turns = [probes[:: 1 - 2 * (turn % 2)] for turn in range(NUM_TURNS)]
+    steps = tqdm(list(chain(*turns)), desc=f"batch {batch_size}", disable=not show_progress, file=sys.stderr)
+    for probe in steps:
+        probe.run(SECONDS)
+        for _ in islice(jobs, num_jobs):
+            pass
     cost_probe.close()
     for probe in probes:
         probe.close()

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from .config import SamplingParams
+from .contexts import spread_contexts
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -19,7 +20,10 @@ class RoundTimer:
         generator = torch.Generator().manual_seed(0)
         backbone = engine.model.backbone
         params = SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True)
-        prompts = torch.randint(backbone.vocab_size, (batch_size, context), generator=generator).tolist()
+        prompts = [
+            torch.randint(backbone.vocab_size, (number,), generator=generator).tolist()
+            for number in spread_contexts(context, batch_size)
+        ]
         self._engine = engine
         self._running: list[Follower] = [engine.follow(engine.add_request(prompt, params)) for prompt in prompts]
         while any(follower.stats.num_prefills == 0 for follower in self._running):

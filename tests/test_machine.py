@@ -1,12 +1,15 @@
 """Costs of a machine: that calibration finds what rounds are made of, and that a tiny model can be measured."""
 
+import json
 import math
 
 import pytest
 
 from hispec.heads import EarlyExitModel
 from hispec.infer import Engine, machine
+from hispec.infer.attention import MAX_STRETCH
 from hispec.infer.calibration import TimedRound, calibrate
+from hispec.infer.contexts import spread_contexts
 from hispec.infer.cost_file import costs_from_dict, costs_to_dict, machine_key, read_costs, write_costs
 from hispec.infer.cost_model import Acceptance, Costs, Overhead, Setting, Table, predict
 from hispec.infer.machine import measure_costs
@@ -136,6 +139,32 @@ def test_costs_are_kept_on_disk(base, tmp_path, monkeypatch):
     assert key != machine_key(build_heads(base, "random", (2, 4)), {"block_size": 16})
     assert costs_from_dict(costs_to_dict(true_costs)) == true_costs
     (path,) = (tmp_path / "cache" / "costs").iterdir()
-    for broken in ("", "{}", path.read_text().replace('"num_layers": 12', '"num_layers": null')):
+    whole = path.read_text()
+    record = json.loads(whole)
+    layer = record["costs"]["layer"]
+    changed = [
+        {"num_layers": None},
+        {"exit_heads": []},
+        {"layer": layer | {"seconds": [[float("nan")] * 3] * 3}},
+        {"layer": layer | {"seconds": [[-1.0] * 3] * 3}},
+        {"layer": layer | {"num_rows": [5, 2, 1]}},
+        {"layer": layer | {"batch_sizes": [], "seconds": []}},
+        {"per_pass": {"fixed": "x"}},
+        {"per_pass": {"fixed": -1.0}},
+        {"per_pass": 3},
+    ]
+    texts = [json.dumps(record | {"costs": record["costs"] | each}) for each in changed]
+    for broken in ("", "{}", "[]", "3", whole[:-40], json.dumps(record | {"key": {}}), *texts):
         path.write_text(broken)
-        assert read_costs(key, 1) is None
+        assert read_costs(key, 1) is None, broken
+    path.write_text(whole)
+    assert read_costs(key, 1) == true_costs
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 4, 16])
+def test_texts_of_a_measured_batch_differ_as_those_of_a_real_one(batch_size):
+    contexts = spread_contexts(96, batch_size)
+    assert len(contexts) == batch_size
+    assert sum(contexts) == pytest.approx(96 * batch_size, abs=batch_size)
+    assert batch_size == 1 or max(contexts) / min(contexts) > MAX_STRETCH
+    assert min(spread_contexts(1, batch_size)) == 1
