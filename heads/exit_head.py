@@ -70,18 +70,6 @@ class ExitHead(nn.Module):
             layers = (backbone.share_layer(index), backbone.share_fused_layer(index))
             self._blocks = tuple(add_deltas(layer, dict(self.deltas.items())) for layer in layers)
 
-    @torch.no_grad()
-    def start_block_as(self, index: int) -> None:
-        """Give the block the weights of the base's decoder layer `index`; ValueError where that one has other parts."""
-        assert self.block is not None
-        try:
-            self.block.load_state_dict(self._backbone.copy_layer(index).state_dict())
-        except RuntimeError:
-            raise ValueError(
-                f"the base's layer {index} has other tensors than layer {self.config.exit_layer}, so a block behind "
-                "that one cannot start as its copy; use heads.block_init=exit"
-            ) from None
-
     def forward(
         self,
         hidden: Tensor,  # [1, T, D], at the exit layer

@@ -17,7 +17,6 @@ from .plain_values import parse, read_yaml
 ScheduleName = Literal["cosine", "linear", "constant"]
 PrecisionName = Literal["fp32", "bf16", "fp16"]
 TrackerName = Literal["tensorboard", "wandb"]
-BlockInit = Literal["exit", "last"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,9 +41,6 @@ class HeadsRecipe:
     """Whether a head also sees the base's final state of the newest committed token."""
     draft_vocab_size: int | None = 8192
     """Number of most frequent token ids that a head scores; None scores the whole vocabulary."""
-    block_init: BlockInit = "exit"
-    """The base's layer that a `block` starts as a copy of: the one behind its exit, or the base's last, which is the
-    one that writes what the final norm and the LM head read."""
 
     def __post_init__(self) -> None:
         # The depth of the base is not known yet, so only what holds for every depth is checked here.

@@ -45,36 +45,6 @@ def test_an_untrained_block_is_a_layer_of_the_base(any_base, kind, in_training):
     torch.testing.assert_close(state, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("in_training", [True, False])
-def test_a_block_may_start_as_another_layer(base, in_training):
-    model = EarlyExitModel.from_base(base, (1,), head="block", committed_context=True)
-    last = model.backbone.num_layers - 1
-    model.heads[0].start_block_as(last)
-    at_exit, _ = states(model, 1)
-    with torch.set_grad_enabled(in_training):
-        state = model.heads[0](at_exit, torch.randn_like(at_exit), POSITIONS, ATTEND)
-    expected = model.heads[0].norm(model.backbone.run_layers(at_exit, last, last + 1, POSITIONS, ATTEND))
-    torch.testing.assert_close(state, expected, rtol=1e-4, atol=1e-4)
-    assert all(parameter.requires_grad for parameter in model.heads[0].block.parameters())
-
-
-def test_a_block_starts_as_a_copy_of_a_layer_that_has_the_same_tensors(any_base):
-    model = EarlyExitModel.from_base(any_base, (1,), head="block")
-    last = model.backbone.num_layers - 1
-    before, layer = copy.deepcopy(any_base.state_dict()), model.backbone.copy_layer(last).state_dict()
-    block = model.heads[0].block
-    if {name: t.shape for name, t in block.state_dict().items()} != {name: t.shape for name, t in layer.items()}:
-        assert any_base.config.model_type == "qwen3_moe"  # its layers are dense in part
-        with pytest.raises(ValueError, match=r"has other tensors than layer 1, .* use heads.block_init=exit"):
-            model.heads[0].start_block_as(last)
-        return
-    model.heads[0].start_block_as(last)
-    assert all(torch.equal(block.state_dict()[name], layer[name]) for name in layer)
-    for parameter in block.parameters():
-        parameter.data.zero_()
-    assert all(torch.equal(tensor, before[name]) for name, tensor in any_base.state_dict().items())
-
-
 @pytest.mark.parametrize("kind", ["shared", "norm", "mlp", "block"])
 def test_a_draft_vocabulary_scores_those_tokens(any_base, kind):
     ids = torch.tensor([60, 3, 9])

@@ -8,13 +8,11 @@ import torch
 
 from hispec.checkpoints import fingerprint
 from hispec.heads import DenseAttention, EarlyExitModel, ExitHeadConfig
-from hispec.recipes import HeadsRecipe, ModelRecipe, Recipe
 from hispec.train import OnlineStates, StateCache, Trainer, evaluate, frequent_tokens, share
 from hispec.train.cache import num_loss_rows
 from hispec.train.cache_writer import extend_cache
 from hispec.train.curve import Curve
 from hispec.train.evaluate import hop_scores
-from hispec.train.pipeline import make_model as make_recipe_model
 from hispec.train.schedule import learning_rate_at
 from hispec.train.windows import fixed_distance, random_windows
 
@@ -305,17 +303,6 @@ def test_learning_rate_rises_then_falls_to_nothing():
     assert rates[10:] == sorted(rates[10:], reverse=True)
     assert rates[-1] < 0.01
     assert learning_rate_at(0, 1, 2.0, 10) == 2.0
-
-
-@pytest.mark.parametrize("block_init", ["exit", "last"])
-def test_blocks_start_as_the_recipe_says(base, cache, block_init):
-    heads = HeadsRecipe(exit_layers=(1, 2), kinds=("block", "mlp"), draft_vocab_size=48, block_init=block_init)
-    recipe = Recipe(name="r", model=ModelRecipe(source="none"), heads=heads)
-    model = make_recipe_model(base, recipe, cache.sequences)
-    layer = base.model.layers[1 if block_init == "exit" else -1].state_dict()
-    started = model.heads[0].block.state_dict()
-    assert all(torch.equal(started[name], layer[name]) for name in layer)
-    assert model.heads[1].block is None
 
 
 def test_draft_vocabulary_is_the_most_frequent_tokens_then_the_lowest_ids():

@@ -143,7 +143,7 @@ def resolve(recipe: Recipe, base: PreTrainedModel) -> Recipe:
     """
     num_layers = EarlyExitModel.from_configs(base, []).backbone.num_layers
     exit_layers = resolve_exit_layers(recipe.heads.exit_layers, num_layers)
-    start_blocks(EarlyExitModel.from_configs(base, recipe.heads.configs(exit_layers)), recipe.heads.block_init)
+    EarlyExitModel.from_configs(base, recipe.heads.configs(exit_layers))
     recipe.training.check_exits(len(exit_layers))
     training = recipe.training
     check_trackers(training.trackers)
@@ -323,7 +323,6 @@ def _digest(responses: Sequence[Response]) -> str:
 def make_model(base: PreTrainedModel, recipe: Recipe, responses: Sequence[Response]) -> EarlyExitModel:
     """New heads; their draft vocabulary is what `responses` say most often."""
     model = EarlyExitModel.from_configs(base, recipe.heads.configs(recipe.heads.counts()))
-    start_blocks(model, recipe.heads.block_init)
     size = recipe.heads.draft_vocab_size
     if size is not None:
         ids = frequent_tokens(responses, size, model.backbone.vocab_size).to(model.backbone.device)
@@ -332,14 +331,6 @@ def make_model(base: PreTrainedModel, recipe: Recipe, responses: Sequence[Respon
             head.draft_vocab_ids.copy_(ids)
         model.refresh_draft_vocab()
     return model
-
-
-def start_blocks(model: EarlyExitModel, block_init: str) -> None:
-    """Start the blocks of a model's heads as `HeadsRecipe.block_init` says; ValueError where they cannot."""
-    if block_init == "last":
-        for head in model.exit_heads:
-            if head.block is not None:
-                head.start_block_as(model.backbone.num_layers - 1)
 
 
 def make_engine(base: PreTrainedModel, tokenizer: Any, data: DataRecipe) -> Engine:
