@@ -176,12 +176,21 @@ class TrainingRecipe:
     """Where the curve is also shown."""
     deepspeed: str | None = None
     """`zero2`, `zero3` or a JSON file: ZeRO over the ranks; None is plain data parallelism."""
+    final_loss: str | None = None
+    """The loss of the last `final_share` of the steps, written as `loss`; None keeps `loss` to the end."""
+    final_share: float = 0.2
+    """Share of the steps that train by `final_loss`."""
 
     def __post_init__(self) -> None:
-        try:
-            parse_loss(self.loss)
-        except ValueError as error:
-            raise ValueError(f"training.loss: {error}") from None
+        for name, loss in (("loss", self.loss), ("final_loss", self.final_loss)):
+            try:
+                if loss is not None:
+                    parse_loss(loss)
+            except ValueError as error:
+                raise ValueError(f"training.{name}: {error}") from None
+        _check_range("training.final_share", self.final_share, 0, above=True)
+        if self.final_share > 1:
+            raise ValueError(f"training.final_share is {self.final_share}; it must be at most 1, all of the steps")
         for place, weight in enumerate(self.exit_weights or ()):
             _check_range(f"training.exit_weights[{place}]", weight, 0, above=True)
         if self.against is not None:

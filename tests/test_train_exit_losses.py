@@ -141,6 +141,18 @@ def test_weights_of_exits_scale_their_losses(base, cache):
     torch.testing.assert_close(weighted, [2.0 * plain[0], 0.25 * plain[1]])
 
 
+def test_the_last_steps_may_have_a_loss_of_their_own(base, cache):
+    model = make_model(base, VOCABULARIES["differ"])
+    batch, windows = read(model, cache)
+    options = {"exit_weights": (2.0, 0.25), "against": 0.7}
+    first, last = (ExitLosses(model, make_loss(name), **options) for name in ("forward_kl", "total_variation"))
+    both = ExitLosses(model, make_loss("forward_kl"), final_loss=make_loss("total_variation"), **options)
+    for losses in (both, both.on(model)):
+        assert losses(batch, windows, False) == first(batch, windows)
+        assert losses(batch, windows, True) == last(batch, windows)
+    assert first(batch, windows, True) == first(batch, windows)
+
+
 def test_a_batch_without_loss_rows_has_a_loss_and_a_gradient_of_nothing(base, tmp_path):
     responses = [replace(response, token_ids=response.token_ids[:1]) for response in random_responses(3)]
     model = make_model(base, VOCABULARIES["same"])

@@ -106,18 +106,28 @@ def test_one_step_changes_every_tensor_of_the_heads_and_no_byte_of_the_base(
 
 @pytest.mark.parametrize("num_reads", [2, 4, 7])
 def test_interrupted_run_ends_bit_for_bit_like_one_that_was_not(base, cache, tmp_path, num_reads):
+    options = {"final_loss": "total_variation", "final_share": 0.5}
     whole = make_model(base)
-    make_trainer(whole, cache, tmp_path / "whole").run()
+    make_trainer(whole, cache, tmp_path / "whole", **options).run()
 
     with pytest.raises(KeyboardInterrupt):
-        make_trainer(make_model(base), Interrupting(cache, num_reads), tmp_path / "parts").run()
+        make_trainer(make_model(base), Interrupting(cache, num_reads), tmp_path / "parts", **options).run()
     resumed = make_model(base)
-    trainer = make_trainer(resumed, cache, tmp_path / "parts")
+    trainer = make_trainer(resumed, cache, tmp_path / "parts", **options)
     assert trainer.num_steps == num_reads
     trainer.run()
     assert equal(head_bytes(resumed), head_bytes(whole))
     curves = [(tmp_path / name / "metrics.jsonl").read_text() for name in ("whole", "parts")]
     assert curves[0] == curves[1]
+
+
+@pytest.mark.parametrize(("final_share", "num_first"), [(0.25, 6), (1.0, 0), (0.01, 8)])
+def test_the_last_share_of_the_steps_has_the_final_loss(base, cache, tmp_path, final_share, num_first):
+    options = {"final_loss": "total_variation", "final_share": final_share}
+    plain = make_trainer(make_model(base), cache, tmp_path / "plain")
+    other = make_trainer(make_model(base), cache, tmp_path / "other", **options)
+    pairs = [(plain.step(), other.step()) for _ in range(8)]
+    assert [first == second for first, second in pairs] == [True] * num_first + [False] * (8 - num_first)
 
 
 def test_killed_run_goes_on_from_its_last_checkpoint(base, cache, tmp_path):

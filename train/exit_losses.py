@@ -28,6 +28,7 @@ class ExitLosses(nn.Module):
         model: EarlyExitModel,
         loss: Loss,
         *,
+        final_loss: Loss | None = None,  # of the last steps; None is `loss`
         exit_weights: Sequence[float] | None = None,  # one an exit; None is 1 for all
         against: float | None = None,  # weight of an exit's loss against the next deeper one; None leaves it out
         rows_per_chunk: int = 512,  # rows whose logits are alive at a time
@@ -38,8 +39,9 @@ class ExitLosses(nn.Module):
         # Only the heads are this module's own: what wraps it to spread the training must not see the base.
         self.heads = model.heads
         self._model = (model,)
-        self._loss = loss
+        self._loss, self._final_loss = loss, final_loss
         self._options: dict[str, Any] = {
+            "final_loss": final_loss,
             "exit_weights": exit_weights,
             "against": against,
             "rows_per_chunk": rows_per_chunk,
@@ -60,6 +62,7 @@ class ExitLosses(nn.Module):
         self,
         batch: Batch,
         windows: Tensor,  # [T] int64, newest position whose final state is known
+        is_final: bool = False,  # whether this is one of the last steps
     ) -> list[Tensor]:
         """The loss of each exit, `[]` float32, weighted and summed over the batch's loss rows.
 
@@ -71,8 +74,9 @@ class ExitLosses(nn.Module):
         starts = window_starts(batch.positions.cpu(), windows.cpu())[batch.loss_rows.cpu()]
         chunks = chunk_rows(starts, self._rows_per_chunk)
         starts = starts.to(batch.loss_rows.device)
+        loss = self._final_loss if is_final and self._final_loss is not None else self._loss
         return [
-            weight * chunked_sum(state, partial(self._of_rows, index, batch, states, starts), chunks)
+            weight * chunked_sum(state, partial(self._of_rows, loss, index, batch, states, starts), chunks)
             for index, (state, weight) in enumerate(zip(states, self._exit_weights, strict=True))
         ]
 
@@ -86,6 +90,7 @@ class ExitLosses(nn.Module):
 
     def _of_rows(
         self,
+        loss: Loss,
         index: int,
         batch: Batch,
         states: Sequence[Tensor],  # by exit: [R, D]
@@ -104,8 +109,8 @@ class ExitLosses(nn.Module):
             batch.top_token[loss_rows],
             starts[rows],
         )
-        value = self._loss(log_probs, base).sum()
+        value = loss(log_probs, base).sum()
         if self._against is not None and index + 1 < len(states):
             deeper = exit_teacher(model, index, index + 1, states[index + 1][rows], starts[rows])
-            value = value + self._against * self._loss(log_probs, deeper).sum()
+            value = value + self._against * loss(log_probs, deeper).sum()
         return value

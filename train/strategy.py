@@ -19,7 +19,7 @@ class Strategy(Protocol):
     All ranks call the same methods in the same order.
     """
 
-    def losses(self, batch: Batch, windows: Tensor) -> list[Tensor]:
+    def losses(self, batch: Batch, windows: Tensor, is_final: bool) -> list[Tensor]:
         """`ExitLosses` on this rank's share of the batch."""
 
     def backward(self, loss: Tensor) -> None:
@@ -66,9 +66,9 @@ class Replicated:
             if scales_loss:
                 self._scaler.load_state_dict(state["scaler"])
 
-    def losses(self, batch: Batch, windows: Tensor) -> list[Tensor]:
+    def losses(self, batch: Batch, windows: Tensor, is_final: bool) -> list[Tensor]:
         """See `Strategy`."""
-        losses: list[Tensor] = self._losses(batch, windows)
+        losses: list[Tensor] = self._losses(batch, windows, is_final)
         return losses
 
     def backward(self, loss: Tensor) -> None:

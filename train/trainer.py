@@ -50,6 +50,8 @@ class Trainer:
         folder: Path,
         *,
         loss: str = "forward_kl",  # see `make_loss`
+        final_loss: str | None = None,  # of the last `final_share` of the steps; None is `loss`
+        final_share: float = 0.2,
         exit_weights: Sequence[float] | None = None,  # see `ExitLosses`
         against: float | None = None,
         learning_rate: float = 5e-4,
@@ -89,6 +91,7 @@ class Trainer:
         plan = plan_batches(list(lengths.values()), batch_tokens, num_epochs, seed)
         batches = [[training[place] for place in places] for places in plan]
         self.batches = drop_unmeasured(batches, cache.sequences)[:max_steps]
+        self._first_final = len(self.batches) - round(final_share * len(self.batches))
         self.num_tokens = [sum(lengths[index] for index in batch) for batch in self.batches]
         model.heads.float().requires_grad_(True)
         self.num_steps = 0
@@ -112,6 +115,7 @@ class Trainer:
         losses = ExitLosses(
             model,
             make_loss(loss),
+            final_loss=None if final_loss is None else make_loss(final_loss),
             exit_weights=exit_weights,
             against=against,
             precision=None if precision is None else PRECISIONS[precision],
@@ -194,8 +198,9 @@ class Trainer:
             self.cache.sequences, indices, self.ranks, self.accumulation_steps, self.max_window, seed
         )
         sums = torch.zeros(len(self.model.heads))
+        is_final = self.num_steps >= self._first_final
         for share in shares:
-            losses = self.strategy.losses(share.read(self.cache, self.model), share.windows)
+            losses = self.strategy.losses(share.read(self.cache, self.model), share.windows, is_final)
             # A shared head has nothing to train, but its loss is shown beside those of the others.
             if trained := [total for total in losses if total.requires_grad]:
                 # Strategies average over the ranks, which have different numbers of rows.

@@ -100,11 +100,11 @@ class Zero:
                 moments = {name: torch.zeros_like(parameter) for name in MOMENTS}
                 self._optimizer.state[parameter] = {"step": torch.zeros(()), **moments}
 
-    def losses(self, batch: Batch, windows: Tensor) -> list[Tensor]:
+    def losses(self, batch: Batch, windows: Tensor, is_final: bool) -> list[Tensor]:
         """See `Strategy`."""
         if not self._is_begun:
             self._begin(batch, windows)
-        losses: list[Tensor] = self._engine(batch, windows)
+        losses: list[Tensor] = self._engine(batch, windows, is_final)
         return losses
 
     def backward(self, loss: Tensor) -> None:
