@@ -15,6 +15,8 @@ from .train_support import build_tokenizer
 PROMPTS = [[3, 4, 5], [9], [8, 7, 6, 5, 4, 3, 9, 9, 10, 11, 12], [5, 6], [7, 8, 9, 10]]
 PARAMS = SamplingParams(max_new_tokens=12, ignore_eos=True)
 LONG = SamplingParams(max_new_tokens=60, ignore_eos=True)
+ENDLESS = SamplingParams(max_new_tokens=240, ignore_eos=True)
+"""Not done before it is given up, however slow the machine."""
 NUM_BLOCKS = 80
 
 
@@ -31,16 +33,19 @@ def engine(model):
 
 
 def run(coroutine):
-    """Run to the end, within half a minute."""
-    return asyncio.run(asyncio.wait_for(coroutine, 60))
+    """Run to the end, within two minutes."""
+    return asyncio.run(asyncio.wait_for(coroutine, 120))
 
 
 async def collect(stream):
     return [delta async for delta in stream]
 
 
-async def until(condition):
+async def until(condition, what, seconds=60):
+    """Wait until the condition holds; AssertionError where it does not within `seconds`."""
+    deadline = time.monotonic() + seconds
     while not condition():
+        assert time.monotonic() < deadline, f"after {seconds} seconds still not: {what}"
         await asyncio.sleep(0.01)
 
 
@@ -83,7 +88,7 @@ def test_a_consumer_that_does_not_read_holds_nobody_up(engine):
             # While `slow` is not read at all, others come and go, and its own text goes on growing.
             for prompt in PROMPTS[1:3]:
                 assert len((await served.generate(prompt, PARAMS)).token_ids) == 12
-            await until(lambda: not engine.has_unfinished)
+            await until(lambda: not engine.has_unfinished, "all requests are finished")
             rest = await collect(slow)
         return sum(len(delta.token_ids) for delta in [first, *rest])
 
@@ -108,9 +113,9 @@ def test_who_is_cancelled_or_leaves_gives_up_the_request(engine):
     async def serve():
         async with AsyncEngine(engine) as served:
             other = asyncio.create_task(served.generate(PROMPTS[2], PARAMS))
-            waiting = asyncio.create_task(served.generate(PROMPTS[0], LONG))
-            streaming = asyncio.create_task(collect(served.stream(PROMPTS[1], LONG)))
-            async with aclosing(served.stream(PROMPTS[3], LONG)) as stream:
+            waiting = asyncio.create_task(served.generate(PROMPTS[0], ENDLESS))
+            streaming = asyncio.create_task(collect(served.stream(PROMPTS[1], ENDLESS)))
+            async with aclosing(served.stream(PROMPTS[3], ENDLESS)) as stream:
                 async for _ in stream:
                     break
             waiting.cancel()
@@ -118,9 +123,9 @@ def test_who_is_cancelled_or_leaves_gives_up_the_request(engine):
             for task in (waiting, streaming):
                 with pytest.raises(asyncio.CancelledError):
                     await task
-            await until(lambda: len(engine._unfinished) <= 1)
+            await until(lambda: len(engine._unfinished) <= 1, "those who left are forgotten")
             assert len((await other).token_ids) == 12
-            await until(lambda: is_clean(engine))
+            await until(lambda: is_clean(engine), "every block is free")
         return engine.stats.num_committed
 
     # Only the one that stayed was completed.
@@ -168,8 +173,8 @@ def test_close_ends_what_runs_and_the_thread(engine):
     async def serve():
         served = AsyncEngine(engine)
         await AsyncEngine(engine).close()  # without any request there is no thread to end
-        waiting = asyncio.create_task(served.generate(PROMPTS[0], LONG))
-        stream = served.stream(PROMPTS[1], LONG)
+        waiting = asyncio.create_task(served.generate(PROMPTS[0], ENDLESS))
+        stream = served.stream(PROMPTS[1], ENDLESS)
         await anext(stream)
         thread = served._thread
         await asyncio.gather(served.close(), served.close())
@@ -187,19 +192,22 @@ def test_close_ends_what_runs_and_the_thread(engine):
     assert thread not in threading.enumerate()
 
 
-def test_an_event_loop_that_is_gone_takes_its_requests_along(engine):
+def test_an_event_loop_that_is_gone_takes_its_requests_along(engine, monkeypatch):
     served, loop = AsyncEngine(engine), asyncio.new_event_loop()
+    is_gone, advance = threading.Event(), engine.advance
+    monkeypatch.setattr(engine, "advance", lambda: is_gone.wait(60) and advance())
 
     async def submit():
         served._submit(PROMPTS[0], LONG, wants_deltas=True)
-        await until(lambda: engine.has_unfinished)
+        await until(lambda: engine.has_unfinished, "the request has reached the engine")
 
     loop.run_until_complete(submit())
     loop.close()
+    is_gone.set()
 
     async def serve():
         completion = await served.generate(PROMPTS[1], PARAMS)
-        await until(lambda: is_clean(engine))
+        await until(lambda: is_clean(engine), "every block is free")
         await served.close()
         return completion
 

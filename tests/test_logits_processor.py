@@ -27,22 +27,12 @@ def test_penalties_are_those_of_their_formulas():
     torch.testing.assert_close(changed, torch.tensor([[1.0 - 0.25 - 1.0, -2.0 - 0.25 - 0.5, 0.25, 3.0]]))
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("draft_vocab_size", [None, 40])
-def test_greedy_is_that_of_transformers(base, method, draft_vocab_size):
+@pytest.fixture(scope="module")
+def constrained(base):
+    """A base, what it must not say and where it must end, and what transformers' own processors make of that."""
     base = shallow(base, 3)
     free = base.generate(torch.tensor([PROMPTS[0]]), max_new_tokens=8, do_sample=False, eos_token_id=None)
     banned, end = free[0, 6].item(), free[0, 7].item()
-    model = build_heads(base, "random", committed_context=True, draft_vocab_size=draft_vocab_size)
-    engine = Engine(model, method=method, num_draft_tokens=3, num_provisional_tokens=3)
-    params = SamplingParams(
-        max_new_tokens=24,
-        min_new_tokens=10,
-        repetition_penalty=1.3,
-        banned_token_ids=(banned,),
-        stop_token_ids=(end,),
-        ignore_eos=True,
-    )
     expected = []
     for prompt in PROMPTS:
         processors = LogitsProcessorList(
@@ -61,9 +51,26 @@ def test_greedy_is_that_of_transformers(base, method, draft_vocab_size):
             pad_token_id=0,
         )
         expected.append(output[0, len(prompt) :].tolist())
-    assert [completion.token_ids for completion in engine.generate(PROMPTS, params)] == expected
-    assert [engine.generate([prompt], params)[0].token_ids for prompt in PROMPTS] == expected
     assert all(len(ids) >= 10 and banned not in ids for ids in expected)
+    return base, banned, end, expected
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("draft_vocab_size", [None, 40])
+def test_greedy_is_that_of_transformers(constrained, method, draft_vocab_size):
+    base, banned, end, expected = constrained
+    model = build_heads(base, "random", committed_context=True, draft_vocab_size=draft_vocab_size)
+    engine = Engine(model, method=method, num_draft_tokens=3, num_provisional_tokens=3)
+    params = SamplingParams(
+        max_new_tokens=24,
+        min_new_tokens=10,
+        repetition_penalty=1.3,
+        banned_token_ids=(banned,),
+        stop_token_ids=(end,),
+        ignore_eos=True,
+    )
+    assert [completion.token_ids for completion in engine.generate(PROMPTS, params)] == expected
+    assert engine.generate([PROMPTS[0]], params)[0].token_ids == expected[0]
 
 
 @pytest.mark.parametrize("method", METHODS)

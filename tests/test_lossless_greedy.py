@@ -29,11 +29,11 @@ FULL_GRID = ["llama", "qwen2", "qwen2-window", "qwen3", "opt", "opt-350m"]
 )
 def test_every_method(any_base, method, context):
     model = build_heads(any_base, "random", committed_context=context)
-    expected = [reference(any_base, prompt, 24) for prompt in PROMPTS]
+    expected = [reference(any_base, prompt, 16) for prompt in PROMPTS]
     engine = Engine(model, method=method, num_draft_tokens=3, num_blocks=64, block_size=8)
-    params = SamplingParams(max_new_tokens=24, ignore_eos=True)
+    params = SamplingParams(max_new_tokens=16, ignore_eos=True)
     assert [completion.token_ids for completion in engine.generate(PROMPTS, params)] == expected
-    assert [engine.generate([prompt], params)[0].token_ids for prompt in PROMPTS[::3]] == expected[::3]
+    assert engine.generate([PROMPTS[3]], params)[0].token_ids == expected[3]
 
 
 @pytest.mark.parametrize("any_base", [name for name in ARCHITECTURE_NAMES if name not in FULL_GRID], indirect=True)
@@ -58,9 +58,9 @@ def test_every_head(base, quality, kind, method):
     if quality == "good":
         base = shallow(base, 2)
     model = build_heads(base, quality, head=kind, committed_context=kind != "shared")
-    expected = [reference(base, prompt, 20) for prompt in PROMPTS]
+    expected = [reference(base, prompt, 14) for prompt in PROMPTS]
     engine = Engine(model, method=method, num_draft_tokens=2, num_blocks=64)
-    completions = engine.generate(PROMPTS, SamplingParams(max_new_tokens=20, ignore_eos=True))
+    completions = engine.generate(PROMPTS, SamplingParams(max_new_tokens=14, ignore_eos=True))
     assert [completion.token_ids for completion in completions] == expected
     rate = engine.stats.levels["target"].acceptance_rate
     assert rate > 0.9 if quality == "good" else rate < 0.6
@@ -69,10 +69,11 @@ def test_every_head(base, quality, kind, method):
 @pytest.mark.parametrize("exit_layers", [(2, 4), (0, 1)])
 @pytest.mark.parametrize("num_draft_tokens", range(1, 6))
 def test_every_length(base, exit_layers, num_draft_tokens):
+    """Each pair of lengths at one of the two choices of exits, as the colours of a chess board."""
     model = build_heads(shallow(base, 4), "random", exit_layers, committed_context=True, draft_vocab_size=48)
     params = SamplingParams(max_new_tokens=13, ignore_eos=True)
     expected = [reference(model.base, prompt, 13) for prompt in PROMPTS[:3]]
-    for num_provisional_tokens in range(1, 9):
+    for num_provisional_tokens in range(1 + (num_draft_tokens + exit_layers[0] // 2) % 2, 9, 2):
         engine = Engine(
             model,
             num_draft_tokens=num_draft_tokens,
