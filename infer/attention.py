@@ -189,7 +189,7 @@ class PagedAttention:
                 if self._trees is None
                 else self._seen_in_trees(group, window, num_keys)
             )
-            mask = mask.repeat_interleave(groups, dim=1).unsqueeze(1)
+            mask = mask.unsqueeze(2).expand(-1, -1, groups, -1).flatten(1, 2).unsqueeze(1)
             if dtype != torch.bool:
                 mask = torch.zeros(mask.shape, dtype=dtype, device=self._device).masked_fill_(~mask, -torch.inf)
             self._masks[index, window, groups, dtype] = mask

@@ -5,7 +5,7 @@ import json
 import math
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import MISSING, asdict, fields
 from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
 from pathlib import Path
@@ -17,6 +17,7 @@ import torch
 from ..checkpoints import fingerprint, write_atomically
 from ..checkpoints.base_model import cache_folder
 from ..heads import EarlyExitModel
+from .config import EngineConfig
 from .cost_model import Costs, Overhead, Table
 
 FORMAT_VERSION = 2
@@ -26,6 +27,8 @@ NEUTRAL_OPTIONS = frozenset({"max_num_seqs", "num_blocks", "max_prefill_tokens",
 
 def machine_key(model: EarlyExitModel, options: Mapping[str, Any]) -> dict[str, Any]:
     """All that costs depend on, JSON-ready: model, heads, options of the engine, device, threads and versions."""
+    defaults = {field.name: field.default for field in fields(EngineConfig)}
+    told = {name: value for name, value in options.items() if value != defaults.get(name, MISSING)}
     device = model.backbone.device
     on_gpu = device.type == "cuda"
     return {
@@ -33,7 +36,7 @@ def machine_key(model: EarlyExitModel, options: Mapping[str, Any]) -> dict[str, 
         "base": fingerprint(model.base),
         "heads": [head.config.to_dict() for head in model.exit_heads],
         "dtype": str(model.backbone.dtype),
-        "options": {name: repr(value) for name, value in sorted(options.items()) if name not in NEUTRAL_OPTIONS},
+        "options": {name: repr(value) for name, value in sorted(told.items()) if name not in NEUTRAL_OPTIONS},
         "device": torch.cuda.get_device_name(device) if on_gpu else _cpu_name(),
         "num_threads": torch.get_num_threads(),
         "versions": {name: _version(name) for name in ("hispec", "torch", "transformers")},

@@ -166,7 +166,7 @@ def _describe_engine(plan: Plan) -> str:
     lengths = ", ".join(f"{size}: {_lengths(plan.engine_choices[size].setting)}" for size in sizes)
     return (
         f"{title} at {', '.join(map(str, engine.exit_layers))}; tokens drafted, by sequences that run, {lengths}; "
-        "each round follows what is kept"
+        "each round follows what is kept, and copies from the text where that promises more"
     )
 
 

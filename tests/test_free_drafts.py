@@ -184,12 +184,14 @@ def test_the_intermediate_level_never_judges_a_copied_token(model, monkeypatch):
 def test_shares_of_exits_and_of_copies_are_learnt_apart(model):
     """Of copies also from those that were looked up and not used."""
     engine = build(model, "single-layer", draft_policy="dynamic")
-    request_id = engine.add_request(PROMPTS[2], SamplingParams(max_new_tokens=40, ignore_eos=True))
+    request_id = engine.add_request(list(range(3, 64)), SamplingParams(max_new_tokens=60, ignore_eos=True))
     (sequence,) = engine._unfinished[request_id]
     engine.step()
+    # Every token has stood there once; exits that were right so far are trusted more than that.
+    sequence.kept_shares[0] = 1.0
     engine.step()
     used = set()
-    while len(sequence.token_ids) < 50:
+    while len(sequence.token_ids) < 110:
         num_copied, kept = sequence.stats.levels["ngram"].num_rounds, sequence.kept_shares[0]
         learnt = sequence.ngram_shares
         length, (num_matched, copied_ids) = sequence.ngram_guess
@@ -291,7 +293,6 @@ def test_copies_with_the_probabilities_of_another_source_are_found_out(five_toke
     [
         ({"method": "ngram"}, "stands in for the exits of single-layer and hispec, not of 'ngram'"),
         ({"method": "autoregressive"}, "not of 'autoregressive'"),
-        ({"plan": "auto"}, "ngram_drafts does not go with plan='auto'"),
         ({"num_ngram_tokens": 0}, "num_ngram_tokens is 0; it must be at least 1"),
     ],
 )

@@ -137,8 +137,11 @@ def test_heads_that_are_never_right_do_not_serve(adapter, cheap):
     nothing = {name: places(0.0) for name in REPORT["by_place"]}
     model.acceptance = {"by_place": nothing}
     engine = Engine(model, plan="auto", max_num_seqs=2)
-    assert engine.config.method == "autoregressive"
+    assert engine.plan.engine.method == "autoregressive"
     assert "no draft brings" in describe(engine.plan)
+    assert engine.config.method == "ngram"  # whose drafts need no heads
+    plain = Engine(model, plan="auto", max_num_seqs=2, ngram_drafts=False)
+    assert plain.config.method == "autoregressive"
 
 
 @pytest.mark.parametrize(

@@ -122,7 +122,7 @@ def read_prompts(model, prompts, num_slots):
     """An engine that has read the prompts, its runner and sequences, with room for so many nodes."""
     engine = Engine(model, method="autoregressive", block_size=4, num_blocks=60)
     runner = engine._hierarchy._runner
-    runner.__init__(model, runner.levels, runner._kv_cache, 16, window=num_slots + 3)
+    runner.__init__(model, runner.levels, runner._kv_cache, 16, window=num_slots + 3, max_lag=2)
     ids = [engine.add_request(prompt, SamplingParams(max_new_tokens=60, ignore_eos=True)) for prompt in prompts]
     engine.step()
     sequences = [engine._unfinished[request_id][0] for request_id in ids]
