@@ -2,16 +2,20 @@
 
 import json
 import shutil
+import statistics
 
 import pytest
+import torch
 
 from hispec.checkpoints import load_adapter, save_adapter, shipped_adapter
 from hispec.infer import Engine, SamplingParams, auto_plan, bench, machine
 from hispec.infer import plan_command as command
+from hispec.infer.acceptance_file import known_acceptance, read_acceptance, write_acceptance
 from hispec.infer.acceptance_probe import measure_acceptance
 from hispec.infer.cost_model import Acceptance, Overhead, Setting
 from hispec.infer.planner import describe, measured_acceptance
 from hispec.infer.rate_probe import RateProbe
+from hispec.infer.replay import acceptance_to_list
 from hispec.infer.what_if import DEVICES, SHAPES, Device, Head, acceptance_on_paper, costs_on_paper, parse_device
 
 from .models import build_heads, reference, shallow
@@ -177,6 +181,67 @@ def test_a_real_measurement_leads_to_a_plan(adapter, monkeypatch, tmp_path):
     assert engine.generate(PROMPTS[:1], SamplingParams(max_new_tokens=8))[0].token_ids == reference(base, PROMPTS[0], 8)
 
 
+def rounds(base, kind, exits=(2, 4)):
+    """Acceptance of heads of a kind, counted on texts of the base."""
+    params = SamplingParams(max_new_tokens=60, ignore_eos=True)
+    return measure_acceptance(build_heads(base, kind, exits), Engine, [[n + 3, n] for n in range(10)], params)
+
+
+def test_what_was_measured_on_prompts_is_preferred(adapter, cheap):
+    base, folder = adapter
+    model = load_adapter(folder, base=base)
+    assert known_acceptance(model) == measured_acceptance(REPORT, (2, 4), 6)
+    write_acceptance(model, 0.0, "a", rounds(base, "adversarial"))
+    assert known_acceptance(model).hops[2, 6] == (0.0,)
+    assert read_acceptance(model, 0.0, "a") is not None
+    assert read_acceptance(model, 0.0, "b") is None
+    engine = Engine(model, plan="auto", max_num_seqs=2)
+    assert engine.config.method == "autoregressive"  # and the adapter's own figures say otherwise
+    # At another temperature, for other weights and for other exits it says nothing.
+    assert known_acceptance(model, 0.7) == measured_acceptance(REPORT, (2, 4), 6, greedy=False)
+    trained = load_adapter(folder, base=base)
+    with torch.no_grad():
+        for parameter in trained.heads.parameters():
+            parameter += 0.5
+    assert read_acceptance(trained, 0.0) is None
+    assert read_acceptance(build_heads(base, "good", (2,)), 0.0) is None
+
+
+def test_damaged_or_foreign_files_are_ignored(adapter, cheap, tmp_path):
+    base, folder = adapter
+    model = load_adapter(folder, base=base)
+    found = rounds(base, "adversarial")
+    write_acceptance(model, 0.0, "a", found)
+    (path,) = (tmp_path / "cache" / "costs").iterdir()
+    whole = path.read_text()
+    record = json.loads(whole)
+    foreign = record | {"key": record["key"] | {"weights": "other"}}
+    wrong = [json.dumps(record | {"courses": each}) for each in (None, 3, [], {}, [None], record["courses"][1:])]
+    for text in ("", "[]", "null", "{}", whole[: len(whole) // 2], json.dumps(foreign), *wrong):
+        path.write_text(text)
+        assert read_acceptance(model, 0.0) is None
+        assert known_acceptance(model) == measured_acceptance(REPORT, (2, 4), 6)
+    path.write_bytes(b"\xff\xfe\x00")
+    assert read_acceptance(model, 0.0) is None
+    path.unlink()
+    path.mkdir()  # a disk that refuses
+    write_acceptance(model, 0.0, "a", found)
+    assert read_acceptance(model, 0.0) is None
+
+
+def test_rounds_of_a_report_go_before_its_shares(base):
+    base = shallow(base, 2)
+    never, always = rounds(base, "adversarial"), rounds(base, "good")
+    courses = {"greedy": acceptance_to_list(always), "sampled": acceptance_to_list(never)}
+    report = REPORT | {"courses": json.loads(json.dumps(courses))}
+    assert measured_acceptance(report, (2, 4), 6).hops == always.hops
+    assert measured_acceptance(report, (2, 4), 6, greedy=False).hops == never.hops
+    assert measured_acceptance(report, (2,), 6).hops == {(2, 6): always.hops[2, 6]}
+    for broken in (None, 3, [], {"greedy": None}, {"greedy": courses["greedy"][1:]}):
+        found = measured_acceptance(REPORT | {"courses": broken}, (2, 4), 6)
+        assert found == measured_acceptance(REPORT, (2, 4), 6)
+
+
 def test_acceptance_is_measured_on_prompts(base):
     base = shallow(base, 2)
     good = build_heads(base, "good", (2, 4))
@@ -265,7 +330,7 @@ def test_bad_flags(flags, message, capsys):
     assert message in error
 
 
-def test_the_command_on_a_model(adapter, cheap, tmp_path, capsys):
+def test_the_command_on_a_model(adapter, cheap, tmp_path, capsys, monkeypatch):
     base, folder = adapter
     base.save_pretrained(tmp_path / "base")
     build_tokenizer().save_pretrained(tmp_path / "base")
@@ -287,6 +352,14 @@ def test_the_command_on_a_model(adapter, cheap, tmp_path, capsys):
     flags = ["--prompts", str(prompts), "--max-new-tokens", "60", "--batch-size", "2"]
     assert command.main([*bare, *flags]) == 0
     assert "hispec" in capsys.readouterr().out
+    # It was kept: nothing is measured again, and the bare adapter needs no prompts any more.
+    monkeypatch.setattr(command, "measure_acceptance", None)
+    assert command.main([*bare, *flags]) == 0
+    assert command.main(bare) == 0
+    with pytest.raises(TypeError):
+        command.main([*bare, *flags, "--replan"])
+    with pytest.raises(TypeError):
+        command.main([*bare, *flags, "--limit", "11"])
 
 
 def test_the_benchmark_plans_and_runs_the_plan(adapter, cheap, tmp_path, capsys):
@@ -309,18 +382,34 @@ def test_the_benchmark_plans_and_runs_the_plan(adapter, cheap, tmp_path, capsys)
 
 
 def test_verify_prints_what_was_measured_beside_what_was_said(adapter, cheap, tmp_path, capsys, monkeypatch):
-    for name, value in {"SECONDS": 0.02, "NUM_TURNS": 1, "COST_TURNS": 1}.items():
+    for name, value in {"SECONDS": 0.005, "NUM_TURNS": 1, "COST_TURNS": 1}.items():
         monkeypatch.setattr(f"hispec.infer.plan_check.{name}", value)
     base, folder = adapter
     base.save_pretrained(tmp_path / "base")
     build_tokenizer().save_pretrained(tmp_path / "base")
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(f'{{"prompt": "w{3 + number} w7"}}\n' for number in range(12)))
-    flags = ["--model", str(tmp_path / "base"), "--adapter", str(folder), "--dtype", "float32", "--verify"]
-    assert command.main([*flags, "--prompts", str(prompts), "--max-new-tokens", "60", "--batch-size", "2"]) == 0
+    flags = ["--model", str(tmp_path / "base"), "--adapter", str(folder), "--dtype", "float32"]
+    flags += ["--prompts", str(prompts), "--max-new-tokens", "30", "--batch-size", "2"]
+    assert command.main([*flags, "--verify"]) == 0
     printed = capsys.readouterr().out
     assert "batch 2" in printed
     assert printed.count("<- chosen") == 1
     assert "autoregressive" in printed
     assert "predictions are off by" in printed.splitlines()[-1]
     assert "of the best measured" in printed.splitlines()[-1]
+    assert command.main([*flags, "--verify", "full", "--json"]) == 0
+    _, checked, result = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    rows = checked["measured"]
+    assert len({row["setting"] for row in rows}) == len(rows) >= 13
+    assert sum(row["is_chosen"] for row in rows) == 1
+    for row in rows:
+        assert row["tokens_per_round"] == pytest.approx(row["predicted_tokens_per_round"], rel=1e-4)
+        assert row["error"] == pytest.approx(row["predicted_tokens_per_second"] / row["tokens_per_second"] - 1)
+        seconds = sum(row["seconds_by_level"].values())
+        assert row["tokens_per_second"] == pytest.approx(2 * row["tokens_per_round"] / seconds)
+    errors = sorted(abs(row["error"]) for row in rows)
+    assert result["summary"]["median_error"] == pytest.approx(statistics.median(errors))
+    (chosen,) = (row["tokens_per_second"] for row in rows if row["is_chosen"])
+    assert result["summary"]["choice_share"] == pytest.approx(chosen / max(row["tokens_per_second"] for row in rows))
+    assert result["summary"]["num_configurations"] == len(rows)

@@ -48,6 +48,11 @@ def test_calibration_counts_by_tenth():
         assert entry["agreement"] == pytest.approx(agreement[chosen].mean().item(), abs=1e-5)
 
 
+def level_share(level):
+    """Of the first tokens of drafts, those that were kept."""
+    return level.accepted_per_position[0] / level.drafted_per_position[0]
+
+
 @pytest.mark.parametrize("num_draft_tokens", [1, 3])
 def test_places_are_those_of_the_engine(base, tmp_path, num_draft_tokens):
     """Replayed from the scores alone, greedy decoding accepts in every round what the engine accepts."""
@@ -85,6 +90,10 @@ def test_places_are_those_of_the_engine(base, tmp_path, num_draft_tokens):
             sum(number > place for number in accepted) for place in range(max(accepted))
         ]
     assert sum(completion.stats.levels["target"].num_accepted for completion in completions) > 5
+    wanted = {"exit_layers": [3], "num_draft_tokens": num_draft_tokens, "num_provisional_tokens": 1}
+    (course,) = (each for each in report["courses"]["greedy"] if wanted.items() <= each.items())
+    assert course["num_rounds"] == engine.stats.levels["target"].num_rounds
+    assert course["kept"][0] == pytest.approx(level_share(engine.stats.levels["target"]), abs=1e-5)
     chain = report["by_place"]["3->target"]
     assert chain["agreement"][0] == report["by_distance"]["1"]["3->target"]["agreement"]
     assert chain["num_drafts"][0] == report["num_tokens"] == 3 * 39
