@@ -43,7 +43,7 @@ class Product:
         if hidden.dtype == torch.float32 and num_rows <= (MAX_FEW_ROWS if self._packed is None else 1):
             return self._transposed(hidden, num_rows)
         if self._packed is None or num_rows != SLOW_ROWS:
-            return self.by_kernel(hidden, packed=num_rows <= MAX_PACKED_ROWS)
+            return self.by_kernel(hidden, packed=self._packed is not None and num_rows <= MAX_PACKED_ROWS)
         rows = hidden.reshape(num_rows, -1).repeat(2, 1)
         return self.by_kernel(rows, packed=True)[:num_rows].view(*hidden.shape[:-1], -1)
 

@@ -246,7 +246,8 @@ def test_heads_are_right_whatever_happens_to_their_mates(base, scripted):
     always = scripted(model, lambda number, place: 1)
     others = run(always, [sequence.prompt_ids for sequence in remaining], 35)
     numbers = same_caches(busy, remaining, always, others, 0)
-    assert numbers == [len(sequence.token_ids) - 1 for sequence in remaining]
+    # A draft that was kept, and the target's own token behind it, the head has still to see.
+    assert all(n >= len(sequence.token_ids) - 2 for n, sequence in zip(numbers, remaining, strict=True))
 
 
 @pytest.mark.parametrize(

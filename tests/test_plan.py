@@ -196,7 +196,7 @@ def test_what_was_measured_on_prompts_is_preferred(adapter, cheap):
     assert read_acceptance(model, 0.0, "a") is not None
     assert read_acceptance(model, 0.0, "b") is None
     engine = Engine(model, plan="auto", max_num_seqs=2)
-    assert engine.config.method == "autoregressive"  # and the adapter's own figures say otherwise
+    assert engine.plan.engine.method == "autoregressive"  # and the adapter's own figures say otherwise
     # At another temperature, for other weights and for other exits it says nothing.
     assert known_acceptance(model, 0.7) == measured_acceptance(REPORT, (2, 4), 6, greedy=False)
     trained = load_adapter(folder, base=base)
