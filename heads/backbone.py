@@ -260,6 +260,8 @@ class Backbone:
 
     def _try_lean(self) -> bool:
         """Whether lean layers do what the library's do, tried with one of each kind."""
+        if self.device.type == "meta":
+            return False  # nothing can be tried where nothing is computed
         kinds = {LeanLayer(layer).window: layer for layer in self.layers}
         generator = torch.Generator().manual_seed(0)
         hidden = torch.randn(1, TRIAL_LENGTH, self.hidden_size, generator=generator).to(self.device, self.dtype)
