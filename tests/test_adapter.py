@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from hispec.checkpoints import adapter as adapter_module
 from hispec.checkpoints import load_adapter, save_adapter, shipped_adapter
-from hispec.checkpoints.adapter import TENSOR_PREFIX
+from hispec.checkpoints.adapter import TENSOR_PREFIX, VERIFIER_FILES
 from hispec.heads import DenseAttention, EarlyExitModel, ExitHeadConfig
 
 from .train_support import small_disk
@@ -420,7 +420,7 @@ class TestSource:
         def snapshot_download(repo: str, **options: Any) -> str:
             assert repo == "org/heads"
             assert options["revision"] == "v1"
-            assert options["allow_patterns"] == [*NAMES, "run.json"]
+            assert options["allow_patterns"] == [*NAMES, "run.json", *VERIFIER_FILES]
             return str(saved)
 
         monkeypatch.setattr("hispec.checkpoints.hub.snapshot_download", snapshot_download)
