@@ -184,12 +184,14 @@ def test_the_intermediate_level_never_judges_a_copied_token(model, monkeypatch):
 def test_shares_of_exits_and_of_copies_are_learnt_apart(model):
     """Of copies also from those that were looked up and not used."""
     engine = build(model, "single-layer", draft_policy="dynamic")
-    request_id = engine.add_request(PROMPTS[2], SamplingParams(max_new_tokens=40, ignore_eos=True))
+    request_id = engine.add_request(list(range(3, 64)), SamplingParams(max_new_tokens=60, ignore_eos=True))
     (sequence,) = engine._unfinished[request_id]
     engine.step()
+    # Every token has stood there once; exits that were right so far are trusted more than that.
+    sequence.kept_shares[0] = 1.0
     engine.step()
     used = set()
-    while len(sequence.token_ids) < 50:
+    while len(sequence.token_ids) < 110:
         num_copied, kept = sequence.stats.levels["ngram"].num_rounds, sequence.kept_shares[0]
         learnt = sequence.ngram_shares
         length, (num_matched, copied_ids) = sequence.ngram_guess
@@ -266,7 +268,7 @@ def test_penalties_seeds_and_greedy_side_by_side(model, method):
         ("single-layer", "filtered", False),
         ("single-layer", "penalised", True),
         ("hispec", "penalised", False),
-        ("hispec", "filtered", True),
+        pytest.param("hispec", "filtered", True, marks=pytest.mark.slow),
     ],
 )
 def test_two_sources_have_the_distribution_of_the_base(five_tokens, eager, method, name, seeded):
