@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hispec.infer import Engine, EngineConfig, SamplingParams, free_drafts, levels
+from hispec.infer import Engine, EngineConfig, SamplingParams, free_drafts, levels, ngram_proposer
 from hispec.infer.flags import build_parser, engine_options
 from hispec.infer.free_drafts import (
     FIRST_SHARES,
@@ -31,6 +31,7 @@ five_tokens, eager = sampled_model, eager_copies  # fixtures
 
 GENERATOR = torch.Generator().manual_seed(23)
 PERIODIC = [7, 8, 9, 10] * 5
+CYCLE = list(range(10, 20))
 PROMPTS = [[5], PERIODIC, torch.randint(3, 64, (17,), generator=GENERATOR).tolist(), [9, 9, 4], [7, 8, 9, 10, 7, 8]]
 shares = st.lists(st.floats(0, 1), min_size=6, max_size=6)
 
@@ -133,36 +134,48 @@ def test_greedy_texts_are_the_bases_and_counts_add_up(base, model, method, optio
     assert sum(kept.values()) - kept["target"] == engine.stats.levels["target"].num_accepted
 
 
+def ring(**changes):
+    """A base whose text goes round in `CYCLE`, whatever came before."""
+    base = shallow(build_base("llama", tie_word_embeddings=False, **changes), 0)
+    with torch.no_grad():
+        states = base.model.norm(base.model.embed_tokens.weight)
+        base.lm_head.weight.zero_()[CYCLE[1:] + CYCLE[:1]] = states[CYCLE]
+    assert reference(base, CYCLE, 10) == CYCLE
+    return base
+
+
 @pytest.mark.parametrize("method", METHOD_NAMES)
-def test_heads_catch_up_before_their_states_leave_the_window(base, model, monkeypatch, method):
+def test_heads_catch_up_before_their_states_leave_the_window(monkeypatch, method):
     """After a long run of rounds without any exit, what a head keeps is what reading the text gives."""
     monkeypatch.setattr(levels, "MAX_LAG", 7)
+    monkeypatch.setattr(ngram_proposer, "exits_rate", lambda *arguments: 0.0)
+    model = build_heads(ring(), "random", (2, 4), head="block", committed_context=True)
     engine = build(model, method, num_ngram_tokens=5, block_size=4)
     runner = engine._hierarchy._runner
     assert runner._window == 7 + max(5, 2 if method == "single-layer" else 6) + 1
-    request_id = engine.add_request(PERIODIC, SamplingParams(max_new_tokens=90, ignore_eos=True))
+    request_id = engine.add_request(CYCLE * 2, SamplingParams(max_new_tokens=90, ignore_eos=True))
     (sequence,) = engine._unfinished[request_id]
-    lags = []
     while len(sequence.token_ids) < 90:
         engine.step()
-        lags.append(len(sequence.token_ids) - sequence.num_head_computed[0])
-    assert max(lags) > 7 > min(lags)
-    assert sequence.stats.levels["ngram"].num_rounds > 40
+    assert sequence.stats.levels["draft"].num_rounds == 0 < sequence.stats.levels["draft"].num_layer_passes
     fresh = Engine(model, method=method, num_blocks=60, block_size=4)
     (again,) = fresh._unfinished[fresh.add_request(sequence.token_ids, SamplingParams(max_new_tokens=9))]
     fresh.step()
     for index in range(len(runner.levels) - 1):
         num_read = sequence.num_head_computed[index]
-        assert num_read > 60
+        assert len(sequence.token_ids) - 7 - 6 <= num_read < len(sequence.token_ids)
         kept = []
         for each, owner in ((engine, sequence), (fresh, again)):
             cache = each._hierarchy._runner._kv_cache
             slots = [owner.block_table[place // 4] * 4 + place % 4 for place in range(num_read)]
             kept.append(cache.keys[model.heads[index].kv_layer][slots])
-        # Positions that were drafted hold what was drafted from; of the others, the keys are those of reading.
-        same = (kept[0] - kept[1]).abs().amax((1, 2)) < 1e-4
-        assert same[:20].all()
-        assert same.float().mean() > 0.9
+        torch.testing.assert_close(kept[0], kept[1], rtol=1e-4, atol=1e-4)
+    # Then the exits draft again.
+    monkeypatch.setattr(ngram_proposer, "exits_rate", lambda *arguments: 99.0)
+    while engine.has_unfinished:
+        (completion,) = engine.step() or [None]
+    assert completion.token_ids == CYCLE * 9
+    assert completion.stats.levels["draft"].num_rounds
 
 
 def test_the_intermediate_level_never_judges_a_copied_token(model, monkeypatch):
@@ -207,12 +220,7 @@ def test_shares_of_exits_and_of_copies_are_learnt_apart(model):
 @pytest.mark.parametrize("method", METHOD_NAMES)
 def test_a_text_may_end_inside_a_copied_draft(method):
     """At every place of a text that goes on as its prompt does: by the limit, the context, an end token, a text."""
-    base = shallow(build_base("llama", tie_word_embeddings=False, max_position_embeddings=64), 0)
-    cycle = list(range(10, 20))
-    with torch.no_grad():
-        states = base.model.norm(base.model.embed_tokens.weight)
-        base.lm_head.weight.zero_()[cycle[1:] + cycle[:1]] = states[cycle]
-    assert reference(base, cycle, 10) == cycle
+    base, cycle = ring(max_position_embeddings=64), CYCLE
     tokenizer, prompt = build_tokenizer(), cycle * 3
     cases = []
     for place, token_id in enumerate(cycle):
@@ -268,7 +276,7 @@ def test_penalties_seeds_and_greedy_side_by_side(model, method):
         ("single-layer", "filtered", False),
         ("single-layer", "penalised", True),
         ("hispec", "penalised", False),
-        ("hispec", "filtered", True),
+        pytest.param("hispec", "filtered", True, marks=pytest.mark.slow),
     ],
 )
 def test_two_sources_have_the_distribution_of_the_base(five_tokens, eager, method, name, seeded):
