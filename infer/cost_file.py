@@ -15,6 +15,7 @@ import torch
 from ..checkpoints import fingerprint, write_atomically
 from ..checkpoints.base_model import cache_folder
 from ..heads import EarlyExitModel
+from .config import EngineConfig
 from .cost_model import Costs, Overhead, Table
 
 FORMAT_VERSION = 1
@@ -31,7 +32,11 @@ def machine_key(model: EarlyExitModel, options: Mapping[str, Any]) -> dict[str, 
         "base": fingerprint(model.base),
         "heads": [head.config.to_dict() for head in model.exit_heads],
         "dtype": str(model.backbone.dtype),
-        "options": {name: repr(value) for name, value in sorted(options.items()) if name not in NEUTRAL_OPTIONS},
+        "options": {
+            name: repr(value)
+            for name, value in sorted(options.items())
+            if name not in NEUTRAL_OPTIONS and value != getattr(EngineConfig, name)
+        },
         "device": torch.cuda.get_device_name(device) if on_gpu else _cpu_name(),
         "num_threads": torch.get_num_threads(),
         "versions": {name: _version(name) for name in ("hispec", "torch", "transformers")},
