@@ -1,7 +1,7 @@
 """How far each sequence of a batch drafts in a round, by the cost model. Numbers in, numbers out.
 
 The choice is that of the planner, made anew for the sequences that run and for what was kept of their own drafts: the
-most tokens a second, the shortest of lengths that are alike, and nothing where drafts do not win by `MARGIN`.
+most tokens a second, the shortest of lengths that are alike, and nothing where drafts do not win by `planner.margin`.
 """
 
 from collections import Counter
@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 from .cost_model import Acceptance, Costs, Setting, drafted_token_seconds, predict, verified_draft_seconds
-from .planner import ALIKE, AUTOREGRESSIVE, MARGIN, candidates
+from .planner import ALIKE, AUTOREGRESSIVE, candidates, margin
 
 GRID = 20
 """Shares are rounded to so many parts of one, so that a choice that was made once can be looked up."""
@@ -75,7 +75,7 @@ class SingleLayerLengths:
             drafting += seconds.drafted[num_active[place]] - seconds.drafted[before]
             rates.append((num_kept / (drafting + seconds.verified[num_drafted]), place_in_line))
         lengths = dict.fromkeys(steps, 0)
-        for _, _, step in joining[: _shortest_of_the_best(rates)]:
+        for _, _, step in joining[: _shortest_of_the_best(rates, batch_size)]:
             lengths[step] += 1
         return {step: (length,) for step, length in lengths.items()}
 
@@ -118,7 +118,7 @@ class HispecLengths:
         # From the shortest to the longest, as `_shortest_of_the_best` looks through them.
         order = sorted(range(len(rates)), key=lambda k: (rates[k][1], -rates[k][0]))
         place = _shortest_of_the_best(
-            [(rate(AUTOREGRESSIVE), 0), *((rates[k][0], place) for place, k in enumerate(order, 1))]
+            [(rate(AUTOREGRESSIVE), 0), *((rates[k][0], place) for place, k in enumerate(order, 1))], batch_size
         )
         return lengths[order[place - 1]] if place else (0, 0)
 
@@ -153,11 +153,11 @@ class _RoundSeconds(NamedTuple):
     """`[t]`: all that follows, where t tokens were drafted in all."""
 
 
-def _shortest_of_the_best(rates: Items[tuple[float, int]]) -> int:
+def _shortest_of_the_best(rates: Items[tuple[float, int]], batch_size: int) -> int:
     """Of (tokens a second, what it is), rising in length from plain decoding, the one that is taken."""
     fastest = max(rate for rate, _ in rates)
     rate, chosen = next(each for each in rates if each[0] >= fastest * ALIKE)
-    return chosen if rate > rates[0][0] * MARGIN else rates[0][1]
+    return chosen if rate > rates[0][0] * margin(batch_size) else rates[0][1]
 
 
 def _reaches(kept: Items[float], max_length: int) -> list[float]:

@@ -26,6 +26,9 @@ MEMORY = 0.9
 ROW_COST = 0.04
 """What one more row adds to a pass: of SmolLM2 on two CPU cores in bfloat16 0.03 up to 8 rows, and some caution."""
 
+MAX_ROWS = 16
+"""Rows of a pass, of all its sequences, that are still cheap: one long copy more and attention pads all the others."""
+
 
 def size_class(num_matched: int) -> int:
     """Index into the shares of a token with so many matching tokens before it."""
@@ -63,7 +66,7 @@ def best_copy(
     length, best = 0, 1 / _pass_cost(1, num_seqs)
     reach, expected = 1.0, 1.0
     # Each further token is kept less often and costs as much: once the rate falls it never rises again.
-    for place in range(max_length):
+    for place in range(min(max_length, MAX_ROWS // num_seqs - 1)):
         reach *= shares[size_class(num_matched + place)]
         expected += reach
         rate = expected / _pass_cost(place + 2, num_seqs)

@@ -17,7 +17,7 @@ from hispec.infer.cost_model import (
     verified_draft_seconds,
 )
 from hispec.infer.draft_lengths import GRID, HispecLengths, SingleLayerLengths, build_choice, shifted_shares
-from hispec.infer.planner import ALIKE, AUTOREGRESSIVE, MARGIN, plan
+from hispec.infer.planner import ALIKE, AUTOREGRESSIVE, margin, plan
 from hispec.infer.round_policy import FIRST_PROBE, LAST_PROBE, CostPolicy
 
 from .test_cost_model import COSTS, DEPTH, EXITS, SOME, acceptance, costs_of_machines, flat, linear
@@ -72,7 +72,7 @@ def test_a_round_is_never_worse_than_plain_by_its_own_model(costs, draft_target,
     plain = predict(AUTOREGRESSIVE, costs, found, len(batch)).tokens_per_second
     assert all(0 <= length <= MOST for length in lengths)
     if any(lengths):
-        assert rate(costs, found, batch, lengths) > plain * MARGIN * (1 - 1e-9)
+        assert rate(costs, found, batch, lengths) > plain * margin(len(batch)) * (1 - 1e-9)
     # Nobody drafts further than one whose drafts are kept more often.
     by_share = sorted(zip(batch, lengths, strict=True))
     assert [length for _, length in by_share] == sorted(lengths)
@@ -88,7 +88,7 @@ def test_no_common_length_is_better(costs, draft_target, share, size):
     plain = rate(costs, found, batch, [0] * size)
     chosen = rate(costs, found, batch, lengths)
     best = max(rate(costs, found, batch, [length] * size) for length in range(MOST + 1))
-    assert chosen >= best * ALIKE * (1 - 1e-9) or best <= plain * MARGIN / ALIKE
+    assert chosen >= best * ALIKE * (1 - 1e-9) or best <= plain * margin(size) / ALIKE
 
 
 @settings(deadline=None, max_examples=30)

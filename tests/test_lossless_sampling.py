@@ -59,6 +59,7 @@ def model() -> EarlyExitModel:
 @pytest.fixture
 def eager_copies(monkeypatch):
     """A batch of hundreds copies from n-grams as if it were one sequence, and so meets such drafts often."""
+    monkeypatch.setattr(free_drafts, "MAX_ROWS", 10**9)
     monkeypatch.setattr(free_drafts, "ROW_COST", 0.0)
     monkeypatch.setattr(ngram_proposer, "FIRST_SHARES", (0.6,) * 6)
 
