@@ -89,14 +89,14 @@ def enumerate_target(base, prompt, sampling) -> dict[tuple[int, ...], float]:
 
 
 def sample(model, sampling, *, seeded, method="hispec", num_samples=NUM_SAMPLES, **options) -> tuple[dict, Engine]:
-    """Counts of continuations for each prompt, drawn in ragged batches through a small pool."""
+    """Counts of continuations for each prompt, drawn in ragged batches, as others end and come."""
     engine = Engine(
         model,
         method=method,
         num_draft_tokens=2,
         num_provisional_tokens=4,
         max_num_seqs=200,
-        num_blocks=300,
+        num_blocks=700,
         block_size=4,
         **options,
     )
@@ -262,7 +262,7 @@ def test_a_baseline_that_is_wrong_is_found_out(model, eager_copies, monkeypatch,
 @pytest.mark.parametrize("mutate", [mutate_no_residual, mutate_skip_target, mutate_drop_drawn_token])
 def test_a_wrong_rule_is_found_out(model, monkeypatch, mutate):
     mutate(monkeypatch)
-    counts, _ = sample(model, PLAIN, seeded=False)
+    counts, _ = sample(model, PLAIN, seeded=False, num_samples=NUM_SAMPLES // 3)
     assert not is_lossless(model, counts, PLAIN), deviations(model, counts, PLAIN)
 
 

@@ -69,6 +69,13 @@ def whole(recipe_file, tmp_path_factory):
     return folder
 
 
+@pytest.fixture
+def finished(whole, tmp_path):
+    """A copy of that folder, to go on from."""
+    shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
+    return tmp_path
+
+
 def assert_ends_like(folder, whole):
     weights = "adapter/adapter_model.safetensors"
     assert (folder / weights).read_bytes() == (whole / weights).read_bytes()
@@ -114,33 +121,31 @@ def test_online_states_give_the_heads_of_cached_ones_and_leave_no_cache(recipe_f
     assert "leave out --cache-layers or --online" in capsys.readouterr().err
 
 
-def test_the_same_command_again_does_nothing_twice(recipe_file, tmp_path, capsys):
-    assert run(recipe_file, tmp_path) == 0
+def test_the_same_command_again_does_nothing_twice(recipe_file, finished, capsys):
     files = ("responses.jsonl", "cache/layer_2.bin", "metrics.jsonl", "adapter/adapter_model.safetensors")
-    before = {name: ((tmp_path / name).read_bytes(), (tmp_path / name).stat().st_mtime_ns) for name in files}
-    assert run(recipe_file, tmp_path) == 0
+    before = {name: ((finished / name).read_bytes(), (finished / name).stat().st_mtime_ns) for name in files}
+    assert run(recipe_file, finished) == 0
     for name in files[:2]:
-        assert (tmp_path / name).stat().st_mtime_ns == before[name][1]
+        assert (finished / name).stat().st_mtime_ns == before[name][1]
     for name in files:
-        assert (tmp_path / name).read_bytes() == before[name][0]
+        assert (finished / name).read_bytes() == before[name][0]
 
-    assert run(recipe_file, tmp_path, "--max-steps", 2) == 2
+    assert run(recipe_file, finished, "--max-steps", 2) == 2
     assert "training.max_steps was None, is now 2" in capsys.readouterr().err
-    assert run(recipe_file, tmp_path, "--max-steps", 2, "--no-resume") == 0
-    assert (tmp_path / "responses.jsonl").read_bytes() == before["responses.jsonl"][0]
-    assert run(recipe_file, tmp_path, "--seed", 1) == 2
+    assert run(recipe_file, finished, "--max-steps", 2, "--no-resume") == 0
+    assert (finished / "responses.jsonl").read_bytes() == before["responses.jsonl"][0]
+    assert run(recipe_file, finished, "--seed", 1) == 2
     assert "was begun with seed 0, now it is 1" in capsys.readouterr().err
 
 
-def test_fewer_tokens_are_honoured_and_more_go_on(recipe_file, whole, tmp_path):
-    assert run(recipe_file, tmp_path) == 0
-    before = (tmp_path / "responses.jsonl").read_bytes()
-    assert run(recipe_file, tmp_path, "--num-tokens", 100, "--no-resume") == 0
-    record = json.loads((tmp_path / "adapter" / "run.json").read_text())
+def test_fewer_tokens_are_honoured_and_more_go_on(recipe_file, whole, finished):
+    before = (finished / "responses.jsonl").read_bytes()
+    assert run(recipe_file, finished, "--num-tokens", 100, "--no-resume") == 0
+    record = json.loads((finished / "adapter" / "run.json").read_text())
     assert record["num_training_tokens"] <= 116
-    assert (tmp_path / "responses.jsonl").read_bytes() == before
-    assert run(recipe_file, tmp_path, "--no-resume") == 0
-    assert_ends_like(tmp_path, whole)
+    assert (finished / "responses.jsonl").read_bytes() == before
+    assert run(recipe_file, finished, "--no-resume") == 0
+    assert_ends_like(finished, whole)
 
 
 def test_dry_run_prints_the_plan_and_leaves_nothing(recipe_file, tmp_path, capsys):
@@ -151,14 +156,13 @@ def test_dry_run_prints_the_plan_and_leaves_nothing(recipe_file, tmp_path, capsy
     assert not (tmp_path / "run").exists()
 
 
-def test_dry_run_tells_what_a_run_would_find(recipe_file, tmp_path, capsys):
+def test_dry_run_tells_what_a_run_would_find(recipe_file, finished, capsys):
     """What is done already, and the error with which the run would end; nothing is written."""
-    assert run(recipe_file, tmp_path) == 0
-    before = files_of(tmp_path)
+    before = files_of(finished)
 
     def plan(*flags):
         capsys.readouterr()
-        code = run(recipe_file, tmp_path, *flags, "--dry-run")
+        code = run(recipe_file, finished, *flags, "--dry-run")
         printed = capsys.readouterr()
         return code, {line.split()[0]: line for line in printed.out.splitlines()}, printed.err
 
@@ -183,12 +187,12 @@ def test_dry_run_tells_what_a_run_would_find(recipe_file, tmp_path, capsys):
         code, lines, error = plan(*flags)
         assert (code, lines) == (2, {})
         assert message in error
-    assert files_of(tmp_path) == before
-    index = tmp_path / "cache" / "index.json"
+    assert files_of(finished) == before
+    index = finished / "cache" / "index.json"
     index.write_text(index.read_text().replace('"float32"', '"bfloat16"'))
     assert "was made with dtype bfloat16, now it is float32" in plan()[2]
-    one_prompt = write_prompts(tmp_path / "one.jsonl", 1)
-    assert run(recipe_file, tmp_path / "new", "--data", one_prompt, "--dry-run") == 2
+    one_prompt = write_prompts(finished / "one.jsonl", 1)
+    assert run(recipe_file, finished / "new", "--data", one_prompt, "--dry-run") == 2
     assert "holds out 1 of 1 prompts" in capsys.readouterr().err
 
 
@@ -268,21 +272,20 @@ def test_ctrl_c_with_no_resume_says_to_leave_it_out(recipe_file, tmp_path, monke
     assert "the same command without --no-resume goes on where it was" in capsys.readouterr().err
 
 
-def test_responses_that_an_earlier_hispec_began_go_on(recipe_file, whole, tmp_path, capsys):
-    assert run(recipe_file, tmp_path) == 0
-    path = tmp_path / "responses.json"
+def test_responses_that_an_earlier_hispec_began_go_on(recipe_file, finished, capsys):
+    path = finished / "responses.json"
     settings = json.loads(path.read_text())
     path.write_text(
         json.dumps({name: settings[name] for name in settings if name not in ("held_out_fraction", "tokenizer")})
     )
-    assert run(recipe_file, tmp_path) == 0
+    assert run(recipe_file, finished) == 0
     for changed in ({"held_out_fraction": 0.5}, {"tokenizer": "0"}):
         path.write_text(json.dumps(settings | changed))
-        assert run(recipe_file, tmp_path) == 2
+        assert run(recipe_file, finished) == 2
         assert f"was begun with {next(iter(changed))}" in capsys.readouterr().err
     for damaged in ("", "[]", "{", "\0"):
         path.write_text(damaged)
-        assert run(recipe_file, tmp_path) == 2
+        assert run(recipe_file, finished) == 2
         assert f"{path} is damaged; remove it" in capsys.readouterr().err
 
 
