@@ -150,7 +150,7 @@ def test_layers_that_cannot_be_graphs(recordings, caplog):
     """The kernel does not know capped scores; heads without attention are graphs beside such layers."""
     model = build_heads(shallow(build_base("gemma2"), 4), "random", head="norm")
     engine = Engine(model, num_blocks=40)
-    assert caplog.text.count("cannot be a CUDA graph") == 3
+    assert caplog.text.count("cannot be a CUDA graph") == 4  # those of each level, and of all together
     texts, _ = run(engine, params_of({}), PROMPTS[:2])
     assert [text for text, _ in texts] == [reference(model.base, prompt, 9) for prompt in PROMPTS[:2]]
 
