@@ -2,6 +2,8 @@
 
 import random
 from dataclasses import replace
+from itertools import accumulate
+from operator import mul
 
 import pytest
 from hypothesis import given, settings
@@ -92,6 +94,24 @@ def test_no_common_length_is_better(costs, draft_target, share, size):
 
 
 @settings(deadline=None, max_examples=30)
+@given(costs_of_machines(), kept, batches)
+def test_no_threshold_is_better(costs, draft_target, batch):
+    """Of all rounds in which every token joins that is kept so likely or more."""
+    found = acceptance((0.5,), (0.5,), draft_target)
+    lengths = lengths_of(single(costs, found), batch)
+    reaches = []
+    for share in batch:
+        by_place = shifted_shares(draft_target, share)
+        reaches.append(list(accumulate((by_place[min(place, len(by_place) - 1)] for place in range(MOST)), mul)))
+    thresholds = {reach for each in reaches for reach in each if reach > 0}
+    others = [[sum(reach >= threshold for reach in each) for each in reaches] for threshold in thresholds]
+    plain = rate(costs, found, batch, [0] * len(batch))
+    best = max((rate(costs, found, batch, each) for each in others), default=plain)
+    chosen = rate(costs, found, batch, lengths)
+    assert chosen >= best * ALIKE * (1 - 1e-9) or best <= plain * MARGIN / ALIKE
+
+
+@settings(deadline=None, max_examples=30)
 @given(costs_of_machines(), kept, batches, st.floats(1, 20))
 def test_dearer_drafts_are_shorter(costs, draft_target, batch, by):
     found = acceptance((0.5,), (0.5,), draft_target)
@@ -134,6 +154,14 @@ def test_a_batch_drafts_less_as_it_grows():
     assert alone[0] > few[0] > many[0] == 0
     well, badly = lengths_of(choice, [0.95, 0.1])
     assert well > badly == 0
+
+
+def test_who_drafts_alone_pays_for_one():
+    """Heads cost by their rows: for one text of eight they pay, for all they would not."""
+    costs = replace(COSTS, layer=flat(0.05), target_head=flat(30.0), exit_heads={2: linear(0.0, 1.0)})
+    lengths = lengths_of(single(costs), [0.9] + [0.0] * 7)
+    assert lengths[0] > 0
+    assert lengths[1:] == [0] * 7
 
 
 def test_an_engine_serves_all_of_its_sizes():
