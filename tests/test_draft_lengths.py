@@ -108,7 +108,7 @@ def test_no_threshold_is_better(costs, draft_target, batch):
     plain = rate(costs, found, batch, [0] * len(batch))
     best = max((rate(costs, found, batch, each) for each in others), default=plain)
     chosen = rate(costs, found, batch, lengths)
-    assert chosen >= best * ALIKE * (1 - 1e-9) or best <= plain * MARGIN / ALIKE
+    assert chosen >= best * ALIKE * (1 - 1e-9) or best <= plain * margin(len(batch)) / ALIKE
 
 
 @settings(deadline=None, max_examples=30)
