@@ -45,6 +45,32 @@ class _Group(NamedTuple):
     indices: list[int]  # of the spans in the packed batch
 
 
+class IsKept(Exception):  # noqa: N818  nothing has gone wrong
+    """Keys and values are in the cache, and nothing else of the layer was wanted."""
+
+
+class KeepOnly:
+    """An `Attend` that keeps keys and values and ends the layer there, by `IsKept`."""
+
+    def __init__(self, attend: "PagedAttention") -> None:
+        self._attend = attend
+
+    def __call__(
+        self,
+        kv_layer: int,
+        query: Tensor,  # [T, H, Dh]
+        key: Tensor,  # [T, Hkv, Dh]
+        value: Tensor,  # [T, Hkv, Dh]
+        *,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        """See `Attend`."""
+        self._attend.write(kv_layer, key, value)
+        raise IsKept
+
+
 class PagedAttention:
     """An `Attend` for one forward pass: writes the new keys and values, attends over all up to each position.
 
@@ -86,9 +112,7 @@ class PagedAttention:
         softcap: float | None,
     ) -> Tensor:  # [T, H, Dh]
         """See `Attend`."""
-        if self._new_blocks is not None:
-            self._kv_cache.clear(kv_layer, self._new_blocks)
-        self._kv_cache.write(kv_layer, self._slots, key, value)
+        self.write(kv_layer, key, value)
         if self._layout is not None and softcap is None:
             pools = self._kv_cache.blocks(kv_layer)
             return varlen_attention(query, *pools, self._layout, scaling=scaling, window=window)
@@ -100,6 +124,12 @@ class PagedAttention:
         for index, group in enumerate(self._groups):
             output[group.rows] = self._attend(index, kv_layer, query[group.rows], scaling, window, softcap)
         return output
+
+    def write(self, kv_layer: int, key: Tensor, value: Tensor) -> None:  # [T, Hkv, Dh] each
+        """Keep the new tokens' keys and values."""
+        if self._new_blocks is not None:
+            self._kv_cache.clear(kv_layer, self._new_blocks)
+        self._kv_cache.write(kv_layer, self._slots, key, value)
 
     def prepare(self) -> None:
         """Take from the host now what the layers will ask for."""

@@ -101,9 +101,9 @@ class Hierarchy:
             for sequence, asked in zip(sequences, chosen, strict=True):
                 sequence.asked = asked
         for level in range(self._top):
-            if self._runner.must_catch_up(level, sequences):
-                with self._timed(level, sequences):
-                    self._runner.complete_head(level, sequences)
+            if behind := self._runner.behind(level, sequences):
+                with self._timed(level, behind):
+                    self._runner.complete_head(level, behind)
         self._verify(self._top, sequences)
 
     def _propose(self, level: int, sequences: list[Sequence]) -> None:

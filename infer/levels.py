@@ -94,7 +94,7 @@ def draft_lengths(config: EngineConfig, num_exits: int) -> list[int]:
 
 MAX_LAG = 64
 """Positions that an exit head may fall behind where rounds may go without it. Longer makes windows of hidden states
-larger; shorter costs more: each time the head's one layer is read once for so many tokens of each sequence."""
+larger; shorter costs more: each time part of the head's one layer is read once for so many tokens of each sequence."""
 
 
 def max_lag(config: EngineConfig) -> int:

@@ -4,13 +4,15 @@ T tokens side by side; D hidden size; V vocabulary; W positions in the window of
 """
 
 from collections.abc import Sequence as Items
+from contextlib import suppress
 from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..heads import EarlyExitModel, ExitHead, context_positions
+from ..heads import Attend, EarlyExitModel, ExitHead, context_positions
+from .attention import IsKept, KeepOnly
 from .draft_plan import DraftPlan
 from .kv_cache import KVCache
 from .levels import Level
@@ -19,6 +21,9 @@ from .pass_runner import AnyRows, Part, PassRunner
 from .sequence import Chunk, Sequence
 from .token_tree import TokenTree
 from .transfer import to_device
+
+FEW = 8
+"""Positions that a head may see with its next draft: more are worth a pass of their own."""
 
 
 class ModelRunner:
@@ -215,25 +220,34 @@ class ModelRunner:
             self._count_head(index, sequence, stop)
         return state, self._exit_logits(index, state)
 
-    def must_catch_up(self, index: int, sequences: list[Sequence]) -> bool:
-        """Whether a round may not begin before `complete_head`: else states would leave the window unseen."""
-        return bool(self._heads[index].kv_layers) and any(
-            len(sequence.token_ids) - sequence.num_head_computed[index] > self._max_lag for sequence in sequences
-        )
+    def behind(self, index: int, sequences: list[Sequence]) -> list[Sequence]:
+        """Who needs `complete_head` before a round begins: all, where states would leave a window unseen; else those
+        that may draft and have many positions to see, over which their draft would run the whole head."""
+        if not self._heads[index].kv_layers:
+            return []
+        lags = [len(sequence.token_ids) - sequence.num_head_computed[index] for sequence in sequences]
+        if max(lags) > self._max_lag:
+            return sequences
+        return [
+            sequence
+            for sequence, lag in zip(sequences, lags, strict=True)
+            if lag > FEW and (sequence.asked is None or any(sequence.asked))
+        ]
 
     @torch.inference_mode()
     def complete_head(self, index: int, sequences: list[Sequence]) -> None:
-        """Run the head of level `index`, if it keeps keys and values, over all that its layers have seen.
+        """Let the head of level `index` keep keys and values of all that its layers have seen, if it keeps any.
 
-        What it has not seen must still lie in the window.
+        What it has not seen must still lie in the window. The keys and values of its one layer are made of the layer's
+        input alone, so this costs a fraction of the head.
         """
-        head = self._heads[index]
         sequences = [s for s in sequences if s.num_head_computed[index] < s.num_computed[index]]
-        if not sequences or not head.kv_layers:
+        if not sequences or not self._heads[index].kv_layers:
             return
         bounds = [(sequence.num_head_computed[index], sequence.num_computed[index]) for sequence in sequences]
-        (rows,) = self._run.pack([head], [Pass(sequences, bounds)])
-        self._run(head, rows)
+        (rows,) = self._packer.pack([Pass(sequences, bounds, attends=False)])
+        with suppress(IsKept):
+            self._run_head(index, rows, KeepOnly(rows.attend))
         for sequence, (_, stop) in zip(sequences, bounds, strict=True):
             self._count_head(index, sequence, stop)
 
@@ -317,14 +331,14 @@ class ModelRunner:
         for index in range(len(self.levels)):
             self._run_layers(index, rows)
 
-    def _run_head(self, index: int, rows: PackedRows) -> Tensor:  # [T, D]
+    def _run_head(self, index: int, rows: PackedRows, attend: Attend | None = None) -> Tensor:  # [T, D]
         head = self._head(index)
         hidden = self._hidden[index][rows.window_slots].unsqueeze(0)
         context = None
         if head.config.committed_context:
             known = context_positions(rows.positions, rows.last_known)
             context = self._final_states[rows.window_starts + known % self._window].unsqueeze(0)
-        return head(hidden, context, rows.positions, rows.attend)[0]
+        return head(hidden, context, rows.positions, attend or rows.attend)[0]
 
     def _head_logits(self, index: int, rows: AnyRows, wanted: Tensor | slice) -> Tensor:
         return self._exit_logits(index, self._head_state(index, rows, wanted))

@@ -151,9 +151,32 @@ def test_drafts_after_a_pause_are_those_of_an_engine_that_always_drafted(base, s
     assert len({tuple(token_ids) for _, token_ids in quiet}) > 1
 
 
+def test_a_draft_after_a_long_pause_does_not_run_the_head_over_it(base, scripted, monkeypatch):
+    monkeypatch.setattr(levels, "MAX_LAG", 40)
+    model = build_heads(shallow(base, 4), "random", (2,), committed_context=True)
+    paused = scripted(model, lambda number, place: int(number >= 30))
+    always = scripted(model, lambda number, place: 1)
+    rows = []
+    sequences = run(paused, RAGGED, 30)
+    assert all(len(s.token_ids) - s.num_head_computed[0] == 31 for s in sequences)
+    hook = model.heads[0].register_forward_hook(lambda module, arguments, state: rows.append(state.shape[1]))
+    paused.advance()
+    hook.remove()
+    assert rows == [len(RAGGED)]
+    same_caches(paused, sequences, always, run(always, RAGGED, 31), 0)
+
+
+@pytest.mark.slow
+def test_heads_of_every_architecture_catch_up(any_base, scripted):
+    model = build_heads(shallow(any_base, 4), "random", (2,), committed_context=True)
+    paused = scripted(model, lambda number, place: int(number >= 8))
+    always = scripted(model, lambda number, place: 1)
+    same_caches(paused, run(paused, RAGGED[:2], 9), always, run(always, RAGGED[:2], 9), 0)
+
+
 def test_a_head_that_does_not_catch_up_is_seen(base, scripted, monkeypatch):
     model = build_heads(shallow(base, 4), "random", (2,), committed_context=True)
-    monkeypatch.setattr(ModelRunner, "must_catch_up", lambda self, index, sequences: False)
+    monkeypatch.setattr(ModelRunner, "behind", lambda self, index, sequences: [])
     paused = scripted(model, lambda number, place: int(number >= 30))
     always = scripted(model, lambda number, place: 1)
     sequences, others = run(paused, RAGGED, 31), run(always, RAGGED, 31)
@@ -165,31 +188,33 @@ def test_a_head_that_does_not_catch_up_is_seen(base, scripted, monkeypatch):
 def test_a_plain_round_is_one_pass_and_no_head(base, scripted, method):
     model = build_heads(shallow(base, 4), "random", (2, 4), committed_context=True)
     engine = scripted(model, lambda number, place: 0, method=method)
-    passes, calls = [], []
-    call = engine._runner._run.__class__.__call__
+    passes, calls, completed = [], [], []
+    call, complete = engine._runner._run.__class__.__call__, ModelRunner.complete_head
 
     def counted(self, part, rows):
         passes.append(part.name)
         return call(self, part, rows)
 
+    def counted_heads(self, index, sequences):
+        completed.append(len(sequences))
+        complete(self, index, sequences)
+
     hooks = [head.register_forward_hook(lambda *arguments: calls.append(1)) for head in model.heads]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine._runner._run.__class__, "__call__", counted)
+        patch.setattr(ModelRunner, "complete_head", counted_heads)
         sequences = run(engine, RAGGED, 0)
         passes.clear()
         calls.clear()
-        for _ in range(4):
+        for _ in range(24):
             engine.advance()
-        assert passes == ["layers of all levels"] * 4
-        assert not calls
-        passes.clear()
-        for _ in range(20):
-            engine.advance()
+        assert passes == ["layers of all levels"] * 24
     for hook in hooks:
         hook.remove()
     heads = 2 if method == "hispec" else 1
-    assert len(passes) == 20 + len(calls)
-    assert len(calls) in (3 * heads, 4 * heads)  # after each five positions, all sequences at once
+    # After each five positions all sequences at once; no head is run beyond its keys and values.
+    assert completed == [len(RAGGED)] * (4 * heads)
+    assert not calls
     stats = [sequence.stats for sequence in sequences]
     assert all(each.levels["target"].num_drafted == 0 for each in stats)
     assert {each.num_committed for each in stats} == {25}
