@@ -28,7 +28,7 @@ from .prompt import Prompt
 from .prompt_sets import HUB_SETS, PromptSet, read_prompt_set
 from .way import BLOCK_SIZE, WaySettings
 
-SCHEMA = 1
+SCHEMA = 2
 QUICK_SECONDS = 140
 """Of `--quick`, from the first warm-up; loading a small model and the report come on top: under three minutes."""
 QUICK = {"limit": 2, "max_new_tokens": 32, "repeats": 1}

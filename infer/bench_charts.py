@@ -30,7 +30,7 @@ def overall(cells: Sequence[Cell]) -> list[Cell]:
 
 
 def _speedup(cells: Sequence[Cell]) -> str | None:
-    ratios = {(cell["set"], cell["method"]): cell["ratio"]["median"] for cell in cells if cell["ratio"]}
+    ratios = {(cell["set"], cell["method"]): cell["ratio"]["mean"] for cell in cells if cell["ratio"]}
     if not ratios:
         return None
     methods = list(dict.fromkeys(method for _, method in ratios))
@@ -41,7 +41,7 @@ def _speedup(cells: Sequence[Cell]) -> str | None:
     return draw_bars(
         f"Speed-up over generate by set, batch {cells[0]['batch_size']}",
         groups,
-        x_label="times the tokens a second of generate, median",
+        x_label="times the tokens a second of generate",
         x_max=max(ratios.values()) * 1.05,
     )
 
@@ -50,7 +50,7 @@ def _batch(cells: Sequence[Cell]) -> str:
     lines: dict[str, list[tuple[float, float]]] = {}
     for cell in overall(cells):
         if cell["ratio"]:
-            lines.setdefault(cell["method"], []).append((float(cell["batch_size"]), cell["ratio"]["median"]))
+            lines.setdefault(cell["method"], []).append((float(cell["batch_size"]), cell["ratio"]["mean"]))
     return draw_lines(
         "Speed-up over generate by batch size",
         [Line(method, sorted(points)) for method, points in lines.items()],

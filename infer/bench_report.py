@@ -71,7 +71,7 @@ def speed_row(cell: Cell) -> tuple[str, ...]:
     return (
         cell["method"] + (" (failed on some)" if cell["refused"] else ""),
         _number(cell["tokens_per_second"], ".1f"),
-        _number(ratio, ".2f"),
+        f"{ratio['mean']:.2f}" if ratio else "",
         f"{ratio['q1']:.2f}–{ratio['q3']:.2f}" if ratio else "",
         _number(cell["seconds_per_token"], ".1f", 1000),
         _number(cell["seconds_to_first_token"], ".0f", 1000),
@@ -116,9 +116,10 @@ def _groups(cells: Sequence[Cell]) -> Iterable[tuple[str, list[Cell]]]:
 def _summary(result: Result) -> list[str]:
     about = """
         Every prompt by every method in turn, in one process; ratios are taken prompt by prompt (or batch by batch) to
-        transformers' own `generate` in the same round, and are medians. `own text` counts answers that are
-        token-identical to the greedy `generate` of the prompt alone, or, sampled, to our plain decoding with the same
-        seed; `own tokens` is the share of tokens that the model itself would choose behind all that stands before them.
+        transformers' own `generate` in the same round: of a prompt's repeats the median, of the prompts' medians the
+        geometric mean. `own text` counts answers that are token-identical to the greedy `generate` of the prompt alone,
+        or, sampled, to our plain decoding with the same seed; `own tokens` is the share of tokens that the model itself
+        would choose behind all that stands before them.
         """
     verdict = f"**{escape(loud)}**" if (loud := describe_failures(result)) else _verdict(result)
     blocks = [verdict, *_lossy(result), prose(about)]

@@ -23,6 +23,21 @@ class Spread(TypedDict):
     num_values: int
 
 
+class Ratio(TypedDict):
+    """Of tokens a second to another method's on the same prompt or batch in the same round, from call to call.
+
+    A value is a prompt's or batch's: the median of its repeats.
+    """
+
+    mean: float
+    """Geometric, of all values: prompts differ so much that their median jumps from one to the next."""
+    q1: float
+    """A quarter of the values lie below."""
+    q3: float
+    """A quarter lie above."""
+    num_values: int
+
+
 class LevelResult(TypedDict):
     """One level, over all calls."""
 
@@ -73,10 +88,10 @@ class Cell(TypedDict):
     num_new_tokens: int
     tokens_per_second: Spread | None
     """New tokens a second, prefill included."""
-    ratio: Spread | None
-    """Of tokens a second to `generate` on the same prompts in the same round."""
-    ratio_to_autoregressive: Spread | None
-    """The same to our own engine without drafts, where that was run."""
+    ratio: Ratio | None
+    """To `generate`."""
+    ratio_to_autoregressive: Ratio | None
+    """To our own engine without drafts, where that was run."""
     seconds_per_token: Spread | None
     """Behind the first token, of the longest answer of the batch."""
     seconds_to_first_token: Spread | None
@@ -114,7 +129,7 @@ class Result(TypedDict):
     """The whole document."""
 
     schema: int
-    """1; goes up when a field changes its meaning or goes away."""
+    """2; goes up when a field changes its meaning or goes away."""
     benchmark: dict[str, Any]
     """What was measured: `model`, `adapter`, `dtype`, `device`, `num_threads`, `versions`, `sets` (by name: number of
     prompts, digest of their tokens), `methods`, batch sizes, temperatures, lengths, seed and repeats."""

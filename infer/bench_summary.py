@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from .bench_schema import Cell, Check, LevelResult, Spread
+from .bench_schema import Cell, Check, LevelResult, Ratio, Spread
 from .levels import NGRAM_LEVEL
 from .methods import BASELINE, METHODS, PLAIN
 
@@ -54,11 +54,24 @@ def spread(values: Sequence[float]) -> Spread | None:
     """Median and quartiles; None of nothing."""
     if not values:
         return None
-    if len(values) == 1:
-        low = middle = high = values[0]
-    else:
-        low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    low, middle, high = _quartiles(values)
     return {"median": middle, "q1": low, "q3": high, "num_values": len(values)}
+
+
+def ratio(values: Iterable[Sequence[float]]) -> Ratio | None:
+    """Of the ratios of each prompt's repeats; None of nothing."""
+    medians = [statistics.median(repeats) for repeats in values]
+    if not medians:
+        return None
+    low, _, high = _quartiles(medians)
+    return {"mean": statistics.geometric_mean(medians), "q1": low, "q3": high, "num_values": len(medians)}
+
+
+def _quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    if len(values) == 1:
+        return values[0], values[0], values[0]
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, middle, high
 
 
 def _cell(
@@ -71,9 +84,13 @@ def _cell(
     layers = _layers_per_token([record["stats"] for record in with_stats])
     peaks = [record["peak_bytes"] for record in answered if record["peak_bytes"] is not None]
 
-    def ratios(other: str) -> Spread | None:
-        pairs = [(rates[_call_key(r, r["method"])], rates.get(_call_key(r, other))) for r in answered]
-        return spread([mine / theirs for mine, theirs in pairs if theirs is not None])
+    def ratio_to(other: str) -> Ratio | None:
+        by_prompt: dict[tuple[str, int], list[float]] = {}
+        for record in answered:
+            theirs = rates.get(_call_key(record, other))
+            if theirs is not None:
+                by_prompt.setdefault((record["set"], record["group"]), []).append(rate(record) / theirs)
+        return ratio(by_prompt.values())
 
     def of_each(measure: Callable[[Mapping[str, Any]], float | None]) -> Spread | None:
         return spread([value for record in answered if (value := measure(record)) is not None])
@@ -88,8 +105,8 @@ def _cell(
         "num_calls": len(answered),
         "num_new_tokens": sum(len(ids) for record in answered for ids in record["token_ids"]),
         "tokens_per_second": of_each(rate),
-        "ratio": ratios(BASELINE),
-        "ratio_to_autoregressive": ratios(PLAIN),
+        "ratio": ratio_to(BASELINE),
+        "ratio_to_autoregressive": ratio_to(PLAIN),
         "seconds_per_token": of_each(_seconds_per_token),
         "seconds_to_first_token": of_each(lambda record: statistics.mean(record["first_seconds"])),
         "levels": levels,

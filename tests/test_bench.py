@@ -115,7 +115,7 @@ def test_the_result_is_what_the_schema_says_and_adds_up(finished):
         else:
             assert cell["check"] is None
         if method == "generate":
-            assert cell["ratio"]["median"] == 1
+            assert cell["ratio"]["mean"] == 1
         if METHODS[method].num_heads:
             target = cell["levels"]["target"]
             assert target["acceptance_rate"] == 1  # the heads are always right

@@ -100,8 +100,8 @@ def test_sets_of_the_hub(name, monkeypatch):
     assert prompts.num_skipped == (1 if name == "cnn_dm" else 0)
 
 
-def record(method, group, seconds, num_tokens=10, error=None, name="a"):
-    place = {"set": name, "temperature": 0.0, "batch_size": 1, "repeat": 0, "group": group, "method": method}
+def record(method, group, seconds, num_tokens=10, error=None, name="a", repeat=0):
+    place = {"set": name, "temperature": 0.0, "batch_size": 1, "repeat": repeat, "group": group, "method": method}
     if error is not None:
         return place | {"error": error}
     answer = {"token_ids": [[1] * num_tokens], "seconds": seconds, "first_seconds": [seconds / 10]}
@@ -117,11 +117,22 @@ def test_ratios_are_taken_prompt_by_prompt():
         for place, method in enumerate(("generate", "hispec"))
     ]
     plain, ours = summarise(records, 6)
-    assert plain["ratio"] == {"median": 1, "q1": 1, "q3": 1, "num_values": 3}
-    assert ours["ratio"] == {"median": 2, "q1": 2, "q3": 2.125, "num_values": 3}
+    assert plain["ratio"] == {"mean": 1, "q1": 1, "q3": 1, "num_values": 3}
+    assert ours["ratio"] == {"mean": pytest.approx(9 ** (1 / 3)), "q1": 2, "q3": 2.125, "num_values": 3}
     assert ours["ratio_to_autoregressive"] is None
     assert ours["seconds_per_token"]["median"] == pytest.approx(2.0 * 0.9 / 9)
     assert summarise(records[::-1], 6)[::-1] == [plain, ours]
+
+
+def test_one_disturbed_repeat_moves_no_ratio():
+    records = []
+    for group, faster in ((0, 2.0), (1, 4.5)):
+        for repeat, disturbance in enumerate((1.0, 1.0, 10.0)):
+            records.append(record("generate", group, 1.0, repeat=repeat))
+            records.append(record("hispec", group, disturbance / faster, repeat=repeat))
+    _, ours = summarise(records, 6)
+    assert (ours["num_calls"], ours["ratio"]["num_values"]) == (6, 2)
+    assert ours["ratio"]["mean"] == pytest.approx(3.0)
 
 
 def test_a_failed_call_is_in_no_ratio():
