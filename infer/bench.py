@@ -23,6 +23,7 @@ from .benchmark import Benchmark, BenchOptions
 from .config import LOSSY_METHODS, EngineConfig
 from .engine import Engine
 from .footprint import level_bytes
+from .huge_pages import has_asked, restart_in_huge_pages
 from .methods import METHODS, choose_methods
 from .prompt import Prompt
 from .prompt_sets import HUB_SETS, PromptSet, read_prompt_set
@@ -32,7 +33,7 @@ SCHEMA = 2
 QUICK_SECONDS = 140
 """Of `--quick`, from the first warm-up; loading a small model and the report come on top: under three minutes."""
 QUICK = {"limit": 2, "max_new_tokens": 32, "repeats": 1}
-USUAL = {"limit": 10, "max_new_tokens": 128, "repeats": 2}
+USUAL = {"limit": 10, "max_new_tokens": 128, "repeats": 3}
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -73,7 +74,12 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="P",
         help="of sprinter, which is lossy: how sure its verifier must be of a token (default: 0.5)",
     )
-    add("--repeats", type=int, metavar="N", help=f"times that each prompt is measured (default: {USUAL['repeats']})")
+    add(
+        "--repeats",
+        type=int,
+        metavar="N",
+        help=f"times that each prompt is measured; the fastest counts in ratios (default: {USUAL['repeats']})",
+    )
     add("--dtype", default="auto", help="auto, float32 (all texts must be equal) or bfloat16")
     add("--device", default="auto", help="auto, cpu or cuda")
     add(
@@ -98,6 +104,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = build_parser().parse_args(argv)
     if options.plan:
         return plan_command.main(plan_arguments(options))
+    if argv is None:
+        restart_in_huge_pages()
     for name, value in (QUICK if options.quick else USUAL).items():
         if getattr(options, name) is None:
             setattr(options, name, value)
@@ -221,6 +229,7 @@ def describe_run(
         "dtype": str(base.dtype).removeprefix("torch."),
         "device": torch.cuda.get_device_name() if base.device.type == "cuda" else base.device.type,
         "num_threads": torch.get_num_threads(),
+        "huge_pages": has_asked(),
         "methods": list(bench.methods),
         "batch_sizes": list(bench.batch_sizes),
         "temperatures": list(bench.temperatures),

@@ -24,9 +24,9 @@ class Spread(TypedDict):
 
 
 class Ratio(TypedDict):
-    """Of tokens a second to another method's on the same prompt or batch in the same round, from call to call.
+    """Of tokens a second to another method's on the same prompt or batch in the same run.
 
-    A value is a prompt's or batch's: the median of its repeats.
+    Both are the fastest of their repeats: whatever else the machine does only ever slows a call down.
     """
 
     mean: float
@@ -131,8 +131,9 @@ class Result(TypedDict):
     schema: int
     """2; goes up when a field changes its meaning or goes away."""
     benchmark: dict[str, Any]
-    """What was measured: `model`, `adapter`, `dtype`, `device`, `num_threads`, `versions`, `sets` (by name: number of
-    prompts, digest of their tokens), `methods`, batch sizes, temperatures, lengths, seed and repeats."""
+    """What was measured: `model`, `adapter`, `dtype`, `device`, `num_threads`, `huge_pages` (whether memory was to be in
+    such), `versions`, `sets` (by name: number of prompts, digest of their tokens), `methods`, batch sizes,
+    temperatures, lengths, seed and repeats."""
     is_complete: bool
     """False where the time limit of `--quick` came before the last round."""
     base_bytes: int

@@ -16,14 +16,15 @@ Records = Sequence[Mapping[str, Any]]
 def summarise(records: Records, num_layers: int) -> list[Cell]:
     """A cell for each set (and all together, where there are several), temperature, batch size and method."""
     by_cell: dict[tuple[str, float, int, str], list[Mapping[str, Any]]] = {}
-    rates: dict[tuple[Any, ...], float] = {}
+    rates: dict[tuple[Any, ...], float] = {}  # of each prompt by each method the fastest of its repeats
     several = len({record["set"] for record in records}) > 1
     for record in records:
         place = (record["temperature"], record["batch_size"], record["method"])
         for name in (record["set"], ALL) if several else (record["set"],):
             by_cell.setdefault((name, *place), []).append(record)
         if record["error"] is None:
-            rates[_call_key(record, record["method"])] = rate(record)
+            prompt = _prompt_key(record, record["method"])
+            rates[prompt] = max(rate(record), rates.get(prompt, 0.0))
     sets = list(dict.fromkeys(key[0] for key in by_cell))
     methods = list(dict.fromkeys(key[3] for key in by_cell))
     # All sets together first, then each, by temperature and batch size, the methods side by side.
@@ -58,13 +59,12 @@ def spread(values: Sequence[float]) -> Spread | None:
     return {"median": middle, "q1": low, "q3": high, "num_values": len(values)}
 
 
-def ratio(values: Iterable[Sequence[float]]) -> Ratio | None:
-    """Of the ratios of each prompt's repeats; None of nothing."""
-    medians = [statistics.median(repeats) for repeats in values]
-    if not medians:
+def ratio(values: Sequence[float]) -> Ratio | None:
+    """Geometric mean and quartiles; None of nothing."""
+    if not values:
         return None
-    low, _, high = _quartiles(medians)
-    return {"mean": statistics.geometric_mean(medians), "q1": low, "q3": high, "num_values": len(medians)}
+    low, _, high = _quartiles(values)
+    return {"mean": statistics.geometric_mean(values), "q1": low, "q3": high, "num_values": len(values)}
 
 
 def _quartiles(values: Sequence[float]) -> tuple[float, float, float]:
@@ -85,12 +85,8 @@ def _cell(
     peaks = [record["peak_bytes"] for record in answered if record["peak_bytes"] is not None]
 
     def ratio_to(other: str) -> Ratio | None:
-        by_prompt: dict[tuple[str, int], list[float]] = {}
-        for record in answered:
-            theirs = rates.get(_call_key(record, other))
-            if theirs is not None:
-                by_prompt.setdefault((record["set"], record["group"]), []).append(rate(record) / theirs)
-        return ratio(by_prompt.values())
+        ours = {_prompt_key(record, key[3]): _prompt_key(record, other) for record in answered}
+        return ratio([rates[mine] / rates[theirs] for mine, theirs in ours.items() if theirs in rates])
 
     def of_each(measure: Callable[[Mapping[str, Any]], float | None]) -> Spread | None:
         return spread([value for record in answered if (value := measure(record)) is not None])
@@ -120,8 +116,8 @@ def _cell(
     }
 
 
-def _call_key(record: Mapping[str, Any], method: str) -> tuple[Any, ...]:
-    return (*(record[name] for name in ("set", "temperature", "batch_size", "repeat", "group")), method)
+def _prompt_key(record: Mapping[str, Any], method: str) -> tuple[Any, ...]:
+    return (*(record[name] for name in ("set", "temperature", "batch_size", "group")), method)
 
 
 def _seconds_per_token(record: Mapping[str, Any]) -> float | None:
