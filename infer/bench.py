@@ -78,7 +78,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--repeats",
         type=int,
         metavar="N",
-        help=f"times that each prompt is measured; the fastest counts in ratios (default: {USUAL['repeats']})",
+        help=f"times that each prompt is measured (default: {USUAL['repeats']})",
     )
     add("--dtype", default="auto", help="auto, float32 (all texts must be equal) or bfloat16")
     add("--device", default="auto", help="auto, cpu or cuda")

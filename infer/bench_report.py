@@ -115,11 +115,11 @@ def _groups(cells: Sequence[Cell]) -> Iterable[tuple[str, list[Cell]]]:
 
 def _summary(result: Result) -> list[str]:
     about = """
-        Every prompt by every method in turn, in one process; ratios are taken prompt by prompt (or batch by batch) to
-        transformers' own `generate`, both by the fastest of their repeats, and the geometric mean of all prompts is
-        told. `own text` counts answers that are token-identical to the greedy `generate` of the prompt alone, or,
-        sampled, to our plain decoding with the same seed; `own tokens` is the share of tokens that the model itself
-        would choose behind all that stands before them.
+        Every prompt by every method in turn, in one process; ratios are taken call by call to transformers' own
+        `generate` on the same prompt (or batch) in the same round, and their geometric mean is told. `own text` counts
+        answers that are token-identical to the greedy `generate` of the prompt alone, or, sampled, to our plain
+        decoding with the same seed; `own tokens` is the share of tokens that the model itself would choose behind all
+        that stands before them.
         """
     verdict = f"**{escape(loud)}**" if (loud := describe_failures(result)) else _verdict(result)
     blocks = [verdict, *_lossy(result), prose(about)]

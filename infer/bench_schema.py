@@ -24,13 +24,10 @@ class Spread(TypedDict):
 
 
 class Ratio(TypedDict):
-    """Of tokens a second to another method's on the same prompt or batch in the same run.
-
-    Both are the fastest of their repeats: whatever else the machine does only ever slows a call down.
-    """
+    """Of tokens a second to another method's on the same prompt or batch in the same round, over all such pairs."""
 
     mean: float
-    """Geometric, of all values: prompts differ so much that their median jumps from one to the next."""
+    """Geometric. Prompts differ so much that a median jumps from one to the next."""
     q1: float
     """A quarter of the values lie below."""
     q3: float
@@ -131,8 +128,8 @@ class Result(TypedDict):
     schema: int
     """2; goes up when a field changes its meaning or goes away."""
     benchmark: dict[str, Any]
-    """What was measured: `model`, `adapter`, `dtype`, `device`, `num_threads`, `huge_pages` (whether memory was to be in
-    such), `versions`, `sets` (by name: number of prompts, digest of their tokens), `methods`, batch sizes,
+    """What was measured: `model`, `adapter`, `dtype`, `device`, `num_threads`, `huge_pages` (whether memory was to be
+    in such), `versions`, `sets` (by name: number of prompts, digest of their tokens), `methods`, batch sizes,
     temperatures, lengths, seed and repeats."""
     is_complete: bool
     """False where the time limit of `--quick` came before the last round."""

@@ -16,15 +16,14 @@ Records = Sequence[Mapping[str, Any]]
 def summarise(records: Records, num_layers: int) -> list[Cell]:
     """A cell for each set (and all together, where there are several), temperature, batch size and method."""
     by_cell: dict[tuple[str, float, int, str], list[Mapping[str, Any]]] = {}
-    rates: dict[tuple[Any, ...], float] = {}  # of each prompt by each method the fastest of its repeats
+    rates: dict[tuple[Any, ...], float] = {}
     several = len({record["set"] for record in records}) > 1
     for record in records:
         place = (record["temperature"], record["batch_size"], record["method"])
         for name in (record["set"], ALL) if several else (record["set"],):
             by_cell.setdefault((name, *place), []).append(record)
         if record["error"] is None:
-            prompt = _prompt_key(record, record["method"])
-            rates[prompt] = max(rate(record), rates.get(prompt, 0.0))
+            rates[_call_key(record, record["method"])] = rate(record)
     sets = list(dict.fromkeys(key[0] for key in by_cell))
     methods = list(dict.fromkeys(key[3] for key in by_cell))
     # All sets together first, then each, by temperature and batch size, the methods side by side.
@@ -85,8 +84,8 @@ def _cell(
     peaks = [record["peak_bytes"] for record in answered if record["peak_bytes"] is not None]
 
     def ratio_to(other: str) -> Ratio | None:
-        ours = {_prompt_key(record, key[3]): _prompt_key(record, other) for record in answered}
-        return ratio([rates[mine] / rates[theirs] for mine, theirs in ours.items() if theirs in rates])
+        pairs = [(rates[_call_key(r, r["method"])], rates.get(_call_key(r, other))) for r in answered]
+        return ratio([mine / theirs for mine, theirs in pairs if theirs is not None])
 
     def of_each(measure: Callable[[Mapping[str, Any]], float | None]) -> Spread | None:
         return spread([value for record in answered if (value := measure(record)) is not None])
@@ -116,8 +115,8 @@ def _cell(
     }
 
 
-def _prompt_key(record: Mapping[str, Any], method: str) -> tuple[Any, ...]:
-    return (*(record[name] for name in ("set", "temperature", "batch_size", "group")), method)
+def _call_key(record: Mapping[str, Any], method: str) -> tuple[Any, ...]:
+    return (*(record[name] for name in ("set", "temperature", "batch_size", "repeat", "group")), method)
 
 
 def _seconds_per_token(record: Mapping[str, Any]) -> float | None:
