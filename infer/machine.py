@@ -31,7 +31,7 @@ CONTEXT = 192
 PROBE_CONTEXT = 96
 """The same where whole rounds are timed: reading long prompts in would take most of the time. Shorter ones mislead, for
 a round loses more to a longer context than its layers do by themselves."""
-PROBED = (1, 4)
+PROBED = (1, 2, 4)
 """Drafted tokens of the rounds that are timed."""
 NEAR_ROWS = (1, *(number + 1 for number in PROBED))
 SECONDS = 8.0
