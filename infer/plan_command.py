@@ -13,6 +13,7 @@ from ..heads import EarlyExitModel
 from ..recipes import resolve_model
 from .acceptance_file import known_acceptance, prompts_digest, read_acceptance, write_acceptance
 from .acceptance_probe import measure_acceptance
+from .auto_check import check_auto, describe_auto
 from .auto_plan import model_costs
 from .config import SamplingParams
 from .cost_model import Acceptance
@@ -121,6 +122,8 @@ def _plan_here(options: argparse.Namespace) -> int:
     if options.verify:
         others = (sweep if options.verify == "full" else rivals)(model.exit_layers)
         _print_check(check_plan(model, Engine, made, others, acceptance, prompts, params, show_progress=True), options)
+        ratios = check_auto(model, Engine, prompts, params, options.batch_size, show_progress=True)
+        print(json.dumps({"auto_to_plain": ratios}) if options.json else describe_auto(ratios))
     return 0
 
 

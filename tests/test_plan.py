@@ -1,6 +1,7 @@
 """Plans: what is read of an adapter, what an engine makes of it, and the command."""
 
 import json
+import re
 import shutil
 import statistics
 
@@ -396,10 +397,13 @@ def test_verify_prints_what_was_measured_beside_what_was_said(adapter, cheap, tm
     assert "batch 2" in printed
     assert printed.count("<- chosen") == 1
     assert "autoregressive" in printed
-    assert "predictions are off by" in printed.splitlines()[-1]
-    assert "of the best measured" in printed.splitlines()[-1]
+    *_, result, auto = printed.splitlines()
+    assert "predictions are off by" in result
+    assert "of the best measured" in result
+    assert re.search(r"a step of each in turn, prefill included: \d+\.\d\d at batch 2$", auto)
     assert command.main([*flags, "--verify", "full", "--json"]) == 0
-    _, checked, result = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    _, checked, result, auto = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    assert auto["auto_to_plain"].keys() == {"2"}
     rows = checked["measured"]
     assert len({row["setting"] for row in rows}) == len(rows) >= 13
     assert sum(row["is_chosen"] for row in rows) == 1
