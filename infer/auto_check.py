@@ -40,9 +40,9 @@ def check_auto(
         size: [prompts[start : start + size] for start in range(0, len(prompts), size)][:NUM_GROUPS]
         for size in batch_sizes
     }
-    bar = {"desc": "auto", "unit": "batch", "disable": not show_progress, "file": sys.stderr}
+    num_batches = sum(map(len, groups.values()))
     ratios = {}
-    with tqdm(total=sum(map(len, groups.values())), **bar) as progress:
+    with tqdm(total=num_batches, desc="auto", unit="batch", disable=not show_progress, file=sys.stderr) as progress:
         for engine in engines:  # warms up
             engine.generate(list(prompts[:1]), params)
         for size, batches in groups.items():
