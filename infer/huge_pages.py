@@ -17,14 +17,14 @@ def restart_in_huge_pages() -> None:
 
     For a command's beginning: what is running is replaced.
     """
-    if can_ask() and not has_asked():
+    if can_ask() and _setting() is None:
         os.environ["GLIBC_TUNABLES"] = ":".join(filter(None, [os.environ.get("GLIBC_TUNABLES"), f"{TUNABLE}=1"]))
         os.execv(sys.executable, sys.orig_argv)
 
 
 def has_asked() -> bool:
-    """Whether this process decided on huge pages when it was started, be it against them."""
-    return TUNABLE in os.environ.get("GLIBC_TUNABLES", "")
+    """Whether this process asked for huge pages when it was started."""
+    return _setting() not in (None, "0")
 
 
 def can_ask() -> bool:
@@ -32,3 +32,9 @@ def can_ask() -> bool:
     if "CS_GNU_LIBC_VERSION" not in getattr(os, "confstr_names", {}) or not sys.orig_argv:
         return False
     return POLICY.is_file() and "[madvise]" in POLICY.read_text(encoding="ascii")
+
+
+def _setting() -> str | None:
+    """What the user or an earlier start has decided; "0" is none, None is nothing decided."""
+    pairs = (tunable.partition("=") for tunable in os.environ.get("GLIBC_TUNABLES", "").split(":"))
+    return {name: value for name, _, value in pairs}.get(TUNABLE)

@@ -39,6 +39,7 @@ def test_what_the_user_has_set_stays(restarts, monkeypatch, given, wanted):
     huge_pages.restart_in_huge_pages()
     assert len(restarts) == (wanted is not None)
     assert os.environ["GLIBC_TUNABLES"] == (wanted or given)
+    assert huge_pages.has_asked() == (wanted is not None)
 
 
 @pytest.mark.parametrize("policy", ["[always] madvise never\n", "always madvise [never]\n", None])
