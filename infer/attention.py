@@ -7,7 +7,7 @@ tokens of one sequence; spans of few tokens are attended together, padded to the
 import itertools
 from collections.abc import Sequence as Items
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -61,11 +61,8 @@ class KeepOnly:
         query: Tensor,  # [T, H, Dh]
         key: Tensor,  # [T, Hkv, Dh]
         value: Tensor,  # [T, Hkv, Dh]
-        *,
-        scaling: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
+        **options: Any,  # of the scores, which nobody asks for
+    ) -> NoReturn:
         """See `Attend`."""
         self._attend.write(kv_layer, key, value)
         raise IsKept

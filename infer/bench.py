@@ -74,12 +74,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="P",
         help="of sprinter, which is lossy: how sure its verifier must be of a token (default: 0.5)",
     )
-    add(
-        "--repeats",
-        type=int,
-        metavar="N",
-        help=f"times that each prompt is measured (default: {USUAL['repeats']})",
-    )
+    add("--repeats", type=int, metavar="N", help=f"times that each prompt is measured (default: {USUAL['repeats']})")
     add("--dtype", default="auto", help="auto, float32 (all texts must be equal) or bfloat16")
     add("--device", default="auto", help="auto, cpu or cuda")
     add(
