@@ -152,7 +152,7 @@ class EarlyExitModel(nn.Module):
             head.pack_weights()
         for rows in self._rows:
             if rows is not None:
-                rows.pack()
+                rows.pack(rounds=True)
 
     def row_invariant(self) -> "EarlyExitModel":
         """A model with the same base and heads whose `backbone` is row-invariant: see `Backbone.row_invariant`.

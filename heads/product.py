@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .half_weight import HalfWeight, half_weight
+
 MAX_FEW_ROWS = 8
 """Up to so many rows the float32 product on a CPU runs faster with the weight as its first factor."""
 
@@ -23,7 +25,8 @@ class Product:
     The usual call reads it at a third of the memory's speed or less for few rows. In float32 the transposed product
     reads it at more than twice that, a lone row, doubled to two, best of all. A *packed* weight, a second copy of it in
     the layout of the machine's own kernel, is as fast for any few rows and any type, in bfloat16 to the same bits as
-    the usual call; see `pack`. Gradients flow through the usual call alone.
+    the usual call; a float32 weight that 16 bits hold is packed in these, and faster again; see `pack`. Gradients flow
+    through the usual call alone.
     """
 
     def __init__(
@@ -33,16 +36,18 @@ class Product:
     ) -> None:
         self.weight = weight
         self.bias = bias
-        self._packed: Tensor | None = None
+        self._packed: Tensor | HalfWeight | None = None
         self._packed_from: tuple[int, int] | None = None
+        self._rounds = False
 
     def __call__(self, hidden: Tensor) -> Tensor:  # [..., T, D_in] -> [..., T, D_out]
         if hidden.device.type != "cpu" or torch.is_grad_enabled():
             return F.linear(hidden, self.weight, self.bias)
         num_rows = hidden.numel() // hidden.shape[-1]
-        if hidden.dtype == torch.float32 and num_rows <= (MAX_FEW_ROWS if self._packed is None else 1):
+        is_half = self.is_half
+        if hidden.dtype == torch.float32 and not is_half and num_rows <= (MAX_FEW_ROWS if self._packed is None else 1):
             return self._transposed(hidden, num_rows)
-        if self._packed is None or num_rows != SLOW_ROWS:
+        if self._packed is None or is_half or num_rows != SLOW_ROWS:
             return self.by_kernel(hidden, packed=self._packed is not None and num_rows <= MAX_PACKED_ROWS)
         rows = hidden.reshape(num_rows, -1).repeat(2, 1)
         return self.by_kernel(rows, packed=True)[:num_rows].view(*hidden.shape[:-1], -1)
@@ -52,18 +57,30 @@ class Product:
         """Whether there is a packed copy."""
         return self._packed is not None
 
+    @property
+    def is_half(self) -> bool:
+        """Whether the packed copy is in 16 bits, and the weight in float32."""
+        return isinstance(self._packed, HalfWeight)
+
     def by_kernel(self, hidden: Tensor, *, packed: bool) -> Tensor:  # [..., T, D_in] -> [..., T, D_out]
         """The product by one call whatever the number of rows: of the machine's own kernel, or the usual one."""
         if packed and self._packed_from != tensor_state(self.weight):
-            self.pack()
+            self.pack(rounds=self._rounds)
+        if packed and isinstance(self._packed, HalfWeight):
+            return self._packed(hidden)
         if packed and self._packed is not None:
             return torch.ops.mkldnn._linear_pointwise(hidden, self._packed, self.bias, "none", [], "")
         return F.linear(hidden, self.weight, self.bias)
 
-    def pack(self) -> None:
-        """Keep a packed copy of the weight, made anew when the weight has changed; nothing on other devices."""
-        self._packed = None
-        if self.weight.device.type == "cpu" and can_pack(self.weight.dtype):
+    def pack(self, *, rounds: bool = False) -> None:
+        """Keep a packed copy of the weight, made anew when the weight has changed; nothing on other devices.
+
+        A float32 weight is packed in 16 bits where these hold it, see `half_weight`. With `rounds` also where they do
+        not: for what drafts, which may be anything.
+        """
+        self._rounds = rounds
+        self._packed = half_weight(self.weight, self.bias, rounds=rounds)
+        if self._packed is None and self.weight.device.type == "cpu" and can_pack(self.weight.dtype):
             self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), MAX_FEW_ROWS)
         self._packed_from = tensor_state(self.weight)
 

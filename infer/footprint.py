@@ -6,6 +6,7 @@ from typing import Literal
 import torch
 
 from ..heads import EarlyExitModel
+from ..heads.half_weight import can_halve
 from .config import EngineConfig
 from .kv_cache import bytes_per_token
 from .levels import build_levels, window_size
@@ -62,12 +63,14 @@ def level_bytes(
 ) -> dict[str, dict[str, int]]:
     """For each level below the target the bytes that it adds to the base's own, computed from shapes.
 
-    `weights`: the head's, with the LM head's rows of its draft vocabulary, twice where packed copies are kept;
+    `weights`: the head's, with the LM head's rows of its draft vocabulary, and the packed copies where they are kept;
     `kv_cache`: the keys and values of its head's block for `num_tokens`; `hidden_states`: what waits for the next
     level.
     """
     backbone = model.backbone
-    copies = 2 if model.is_packed and backbone.device.type == "cpu" else 1
+    packed_size = 0
+    if model.is_packed and backbone.device.type == "cpu":
+        packed_size = 2 if can_halve() else backbone.dtype.itemsize
     levels = build_levels(model, config.method)[:-1]
     window = window_size(config, len(levels))
     added = {}
@@ -75,12 +78,12 @@ def level_bytes(
         assert level.head is not None
         head = model.exit_heads[level.head]
         size = backbone.dtype.itemsize
-        weights = sum(weight.numel() * weight.element_size() for weight in head.parameters())
+        num_weights = sum(weight.numel() for weight in head.parameters())
         if head.draft_vocab_ids is not None:
-            weights += len(head.draft_vocab_ids) * backbone.hidden_size * size
+            num_weights += len(head.draft_vocab_ids) * backbone.hidden_size
         kv_bytes = bytes_per_token(1, backbone.num_kv_heads, backbone.head_dim, backbone.dtype)
         added[level.name] = {
-            "weights": weights * copies,
+            "weights": num_weights * (size + packed_size),
             "kv_cache": kv_bytes * num_tokens if head.has_block else 0,
             "hidden_states": window * config.max_num_seqs * backbone.hidden_size * size,
         }
