@@ -93,5 +93,8 @@ def gumbel_noise(seed: int, index: int, position: int, vocab_size: int) -> Tenso
     # The counter's highest word, which no draw ever reaches, tells the texts of one request apart.
     generator = np.random.Generator(np.random.Philox(key=key, counter=np.array([0, 0, 0, index], dtype=np.uint64)))
     # In float32 one draw in some millions would be 0, and its token forced whatever its probability.
-    exponential = np.maximum(generator.standard_exponential(vocab_size), np.finfo(np.float64).tiny)
-    return torch.from_numpy(-np.log(exponential)).float()
+    noise = generator.standard_exponential(vocab_size)
+    # In place: every further array of this size would be new memory from the operating system.
+    np.maximum(noise, np.finfo(np.float64).tiny, out=noise)
+    np.negative(np.log(noise, out=noise), out=noise)
+    return torch.from_numpy(noise).float()

@@ -15,6 +15,7 @@ from .loss_mixture import parse_loss
 from .plain_values import parse, read_yaml
 
 ScheduleName = Literal["cosine", "linear", "constant"]
+OptimizerName = Literal["adamw", "muon"]
 PrecisionName = Literal["fp32", "bf16", "fp16"]
 TrackerName = Literal["tensorboard", "wandb"]
 
@@ -136,12 +137,14 @@ class TrainingRecipe:
     so that a factor changes little but how soon a gradient is clipped."""
     against: float | None = None
     """Weight of the same loss of an exit against the next deeper one, its first verifier; None leaves it out."""
+    optimizer: OptimizerName = "adamw"
+    """What updates matrices; vectors are AdamW's. `muon` learns more from a step and bears a higher rate."""
     learning_rate: float = 5e-4
-    """Peak learning rate of AdamW."""
+    """Peak learning rate."""
     warmup_steps: int = 50
     """Steps over which the learning rate rises from 0."""
     weight_decay: float = 0.01
-    """AdamW's weight decay, on matrices."""
+    """Decay of the weights, of matrices only."""
     batch_tokens: int = 2048
     """Response tokens per step."""
     accumulation_steps: int = 1

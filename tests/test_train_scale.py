@@ -117,6 +117,36 @@ def test_every_precision_learns_near_float32_and_goes_on_bit_for_bit(base, cache
     assert equal(heads_of(resumed), heads_of(model))
 
 
+@pytest.mark.parametrize("precision", [None, "fp16"])
+def test_muon_learns_and_goes_on_bit_for_bit(base, cache, tmp_path, precision):
+    options = {"optimizer": "muon", "precision": precision, "weight_decay": 0.1}
+    model = make_model(base)
+    before = heads_of(model)
+    make_trainer(model, cache, tmp_path / "whole", **options).run()
+    assert all(
+        not torch.equal(tensor, before[name]) for name, tensor in heads_of(model).items() if tensor.is_floating_point()
+    )
+    losses = [json.loads(line)["loss"] for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
+    assert all(losses[-1][name] < losses[1][name] for name in losses[1])
+    parts = make_trainer(make_model(base), cache, tmp_path / "parts", **options)
+    for _ in range(4):
+        parts.step()
+    parts._save()
+    resumed = make_model(base)
+    make_trainer(resumed, cache, tmp_path / "parts", **options).run()
+    assert equal(heads_of(resumed), heads_of(model))
+
+
+def test_muon_moves_every_matrix_by_its_rate(base, cache, tmp_path):
+    model = make_model(base)
+    before = heads_of(model)
+    make_trainer(model, cache, tmp_path, optimizer="muon", weight_decay=0, learning_rate=1e-3).step()
+    for name, tensor in heads_of(model).items():
+        if tensor.ndim == 2 and tensor.is_floating_point():
+            change = (tensor - before[name]).double()
+            assert change.square().mean().sqrt() == pytest.approx(0.2e-3, rel=0.35), name
+
+
 def test_too_large_a_scale_skips_the_update_and_shrinks_and_is_saved(base, cache, tmp_path):
     model = make_model(base)
     run = make_trainer(model, cache, tmp_path, precision="fp16")
@@ -268,9 +298,18 @@ def resolve(base, **training):
     [
         ("wandb", {"trackers": ("wandb",)}, "the tracker wandb needs a package that is not here"),
         ("torch.utils.tensorboard", {"trackers": ("tensorboard",)}, "pip install tensorboard"),
-        ("deepspeed", {"deepspeed": "zero2"}, r"pip install hispec\[deepspeed\]"),
-        ("deepspeed", {"deepspeed": "zero2", "precision": "fp16"}, "use bf16, or leave --deepspeed out"),
-        ("deepspeed", {"deepspeed": "zero3", "activation_checkpointing": True}, "use --deepspeed zero2"),
+        ("deepspeed", {"deepspeed": "zero2", "optimizer": "adamw"}, r"pip install hispec\[deepspeed\]"),
+        ("deepspeed", {"deepspeed": "zero2", "optimizer": "muon"}, "use adamw, or leave --deepspeed out"),
+        (
+            "deepspeed",
+            {"deepspeed": "zero2", "optimizer": "adamw", "precision": "fp16"},
+            "use bf16, or leave --deepspeed out",
+        ),
+        (
+            "deepspeed",
+            {"deepspeed": "zero3", "optimizer": "adamw", "activation_checkpointing": True},
+            "use --deepspeed zero2",
+        ),
     ],
 )
 def test_what_is_missing_is_said_before_the_run(base, monkeypatch, module, training, message):

@@ -1,6 +1,5 @@
 """Strategies: how one step of training is spread over the ranks."""
 
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -10,6 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..heads import EarlyExitModel
 from .cache import Batch
 from .exit_losses import ExitLosses
+from .optimizer import OPTIMIZERS
 from .ranks import Ranks
 
 
@@ -38,7 +38,7 @@ class Strategy(Protocol):
         """Bring whole tensors into the heads of the model, on every rank."""
 
     def optimizer_state(self) -> dict[str, Any]:
-        """The state of a torch AdamW over `adamw`'s parameters, whole, and of the scale of the loss."""
+        """The state of a torch optimizer of `OPTIMIZERS`, whole, and of the scale of the loss."""
 
 
 class Replicated:
@@ -54,12 +54,13 @@ class Replicated:
         weight_decay: float,
         ranks: Ranks,
         *,
+        optimizer: str = "adamw",  # see `OPTIMIZERS`
         scales_loss: bool = False,  # against small gradients vanishing in float16
         state: dict[str, Any] | None = None,  # from `optimizer_state`
     ) -> None:
         self._heads = model.heads
         self._losses: nn.Module = DistributedDataParallel(losses) if ranks.size > 1 else losses
-        self._optimizer = adamw(model, weight_decay)
+        self._optimizer = OPTIMIZERS[optimizer](model, weight_decay)
         self._scaler = torch.amp.GradScaler(model.backbone.device.type, enabled=scales_loss)
         if state is not None:
             self._optimizer.load_state_dict({name: state[name] for name in ("state", "param_groups")})
@@ -98,13 +99,3 @@ class Replicated:
     def optimizer_state(self) -> dict[str, Any]:
         """See `Strategy`."""
         return {**self._optimizer.state_dict(), "scaler": self._scaler.state_dict()}
-
-
-def adamw(model: EarlyExitModel, weight_decay: float) -> torch.optim.AdamW:
-    """AdamW over the heads; only matrices decay. The learning rate is set at every step."""
-    parameters = list(model.heads.parameters())
-    groups: Sequence[dict[str, Any]] = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW([group for group in groups if group["params"]], lr=0.0, betas=(0.9, 0.95))

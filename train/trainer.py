@@ -54,6 +54,7 @@ class Trainer:
         final_share: float = 0.2,
         exit_weights: Sequence[float] | None = None,  # see `ExitLosses`
         against: float | None = None,
+        optimizer: str = "adamw",  # see `OPTIMIZERS`
         learning_rate: float = 5e-4,
         warmup_steps: int = 50,
         weight_decay: float = 0.01,
@@ -125,7 +126,9 @@ class Trainer:
         self.strategy: Strategy
         if deepspeed is None:
             scales = precision == "fp16" or (precision is None and model.backbone.dtype == torch.float16)
-            self.strategy = Replicated(model, losses, weight_decay, self.ranks, scales_loss=scales, state=saved)
+            self.strategy = Replicated(
+                model, losses, weight_decay, self.ranks, optimizer=optimizer, scales_loss=scales, state=saved
+            )
         else:
             config = deepspeed_config(deepspeed)
             self.strategy = Zero(model, losses, weight_decay, self.ranks, config, state=saved)

@@ -14,8 +14,8 @@ from ..heads import EarlyExitModel
 from ..recipes import TrainingRecipe, deepspeed_config
 from .cache import Batch
 from .exit_losses import ExitLosses
+from .optimizer import adamw
 from .ranks import Ranks
-from .strategy import adamw
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -36,6 +36,11 @@ def check_zero(training: TrainingRecipe) -> None:
         raise ValueError(
             f"training.accumulation_steps is {training.accumulation_steps}, which ZeRO does not do here; use more "
             "ranks, a smaller training.batch_tokens, or leave --deepspeed out"
+        )
+    if training.optimizer != "adamw":
+        raise ValueError(
+            f"training.optimizer is {training.optimizer}, which needs whole matrices, and ZeRO cuts them up; "
+            "use adamw, or leave --deepspeed out"
         )
     if training.precision == "fp16":
         raise ValueError(
