@@ -8,7 +8,7 @@ import torch
 from hispec.heads import EarlyExitModel
 from hispec.infer import Engine
 from hispec.train.prompts import is_held_out, read_prompts
-from hispec.train.responses import read_responses, regenerate, response_order, write_responses
+from hispec.train.responses import next_items, read_responses, regenerate, response_order, write_responses
 
 from .train_support import build_tokenizer, write_prompts
 
@@ -147,6 +147,18 @@ def test_no_answer_is_lost_or_made_twice(engine, order, tmp_path):
         assert all(response in now for response in kept)
         kept = now
     assert responses == expected
+
+
+def test_answers_far_behind_are_not_waited_for(engine, order, tmp_path):
+    whole = run(engine, order, tmp_path / "whole.jsonl", num_tokens=10_000)
+    path = tmp_path / "r.jsonl"
+    write_responses(path, [whole[-1]])
+    few = run(engine, order, path, num_tokens=40)
+    assert few == whole[: len(few)]
+    # Some more are begun while nobody knows how long those that run will be.
+    assert len(list(read_responses(path))) <= len(few) + 1 + 4 < len(order) / 2
+    write_responses(path, [whole[-1]])
+    assert len(next_items(path, order, 40, 16)) <= len(few) + 1
 
 
 def test_bad_line_in_the_middle_is_named(tmp_path):
