@@ -1,4 +1,4 @@
-"""A float32 weight kept in 16 bits, multiplied in float32: half the memory to read, and the same numbers.
+"""A float32 weight kept in 16 bits and multiplied in float32, by half the memory to read.
 
 Most checkpoints are released in 16 bits, so that loaded in float32 half of what a product reads is zeros.
 
@@ -11,14 +11,16 @@ from functools import cache
 import torch
 from torch import Tensor
 
-MAX_EXPONENT = 14
-"""A scaled weight stays below 2 to the power of one more than this, where float16 ends at 2 to the power of 16."""
+TOP_EXPONENT = 15
+"""The largest value of a scaled weight is below 2 to the power of this, float16's own below 2 to the power of 16."""
+MAX_SHIFT = 126
+"""As far as float32 can scale both ways."""
 TOLERANCE = 2.0**-36
 """Of a row's largest value, what another of its values may lose: a 4096th of what float32 itself rounds away there."""
 
 
 class HalfWeight:
-    """`hidden @ weight.T + bias` with the weight in float16, scaled by a power of two, and everything else in float32.
+    """`hidden @ weight.T` with the weight in float16, scaled by a power of two, and everything else in float32.
 
     By FBGEMM's kernel for few rows; a row comes out the same however many are computed with it. Without gradients.
     """
@@ -26,21 +28,21 @@ class HalfWeight:
     def __init__(
         self,
         scaled: Tensor,  # [D_out, D_in] float32
-        bias: Tensor | None,  # [D_out] float32
         scale: float,  # `scaled` by the weight
     ) -> None:
-        self._packed = torch.ops.quantized.linear_prepack_fp16(scaled, None if bias is None else bias * scale)
+        self._packed = torch.ops.quantized.linear_prepack_fp16(scaled, None)
         self._unscale = 1 / scale
 
-    def __call__(self, hidden: Tensor) -> Tensor:  # [..., T, D_in] float32 -> [..., T, D_out] float32
+    def __call__(self, hidden: Tensor) -> Tensor:  # [..., D_in] float32 -> [..., D_out] float32
+        if hidden.dim() == 1:
+            return self(hidden.unsqueeze(0)).squeeze(0)
         output: Tensor = torch.ops.quantized.linear_dynamic_fp16(hidden, self._packed)
-        return output if self._unscale == 1 else output.mul_(self._unscale)
+        return output.mul_(self._unscale)
 
 
 @torch.no_grad()
 def half_weight(
     weight: Tensor,  # [D_out, D_in]
-    bias: Tensor | None,  # [D_out]
     *,
     rounds: bool,  # whether a weight that needs more than 16 bits is rounded to them
 ) -> HalfWeight | None:
@@ -50,17 +52,15 @@ def half_weight(
     """
     if weight.dtype != torch.float32 or weight.device.type != "cpu" or not can_halve():
         return None
-    largest = float(weight.abs().max()) if weight.numel() else 0.0
+    largest = max(map(abs, map(float, weight.aminmax()))) if weight.numel() else 0.0
     if not math.isfinite(largest):
         return None
     # A power of two: scaling by it rounds nothing.
-    scale = 2.0 ** (MAX_EXPONENT - math.frexp(largest)[1] + 1) if largest else 1.0
-    if not math.isfinite(scale):
-        return None
+    scale = 2.0 ** min(TOP_EXPONENT - math.frexp(largest)[1], MAX_SHIFT)
     scaled = weight.detach() * scale
     if not rounds and not _is_held(scaled):
         return None
-    return HalfWeight(scaled, None if bias is None else bias.detach(), scale)
+    return HalfWeight(scaled, scale)
 
 
 def _is_held(scaled: Tensor) -> bool:
@@ -71,11 +71,17 @@ def _is_held(scaled: Tensor) -> bool:
     return True
 
 
-@cache
 def can_halve() -> bool:
-    """Whether this machine and this torch have the kernel."""
+    """Whether this machine and this torch, as it is set now, have the kernel."""
+    return _has_kernel(torch.backends.quantized.engine)
+
+
+@cache
+def _has_kernel(_engine: str) -> bool:
+    one = torch.ones(1, 1, dtype=torch.float32, device="cpu")
+    # More bits than 16, for a kernel that would round the other factor.
+    long = one + 2.0**-20
     try:
-        one = HalfWeight(torch.ones(1, 1), None, 1.0)(torch.ones(1, 1))
+        return bool(HalfWeight(one, 1.0)(long) == long)
     except (AttributeError, RuntimeError, NotImplementedError):
         return False
-    return bool(one == 1)

@@ -20,13 +20,13 @@ MAX_PACKED_ROWS = 64
 
 
 class Product:
-    """`hidden @ weight.T + bias`, on a CPU in whichever of three forms reads the weight fastest.
+    """`hidden @ weight.T + bias`, on a CPU in whichever of four forms reads the weight fastest.
 
     The usual call reads it at a third of the memory's speed or less for few rows. In float32 the transposed product
     reads it at more than twice that, a lone row, doubled to two, best of all. A *packed* weight, a second copy of it in
     the layout of the machine's own kernel, is as fast for any few rows and any type, in bfloat16 to the same bits as
-    the usual call; a float32 weight that 16 bits hold is packed in these, and faster again; see `pack`. Gradients flow
-    through the usual call alone.
+    the usual call. Faster again is a float32 weight whose packed copy has 16 bits, where these hold it; see `pack`.
+    Gradients flow through the usual call alone.
     """
 
     def __init__(
@@ -44,10 +44,11 @@ class Product:
         if hidden.device.type != "cpu" or torch.is_grad_enabled():
             return F.linear(hidden, self.weight, self.bias)
         num_rows = hidden.numel() // hidden.shape[-1]
-        is_half = self.is_half
-        if hidden.dtype == torch.float32 and not is_half and num_rows <= (MAX_FEW_ROWS if self._packed is None else 1):
+        if self.is_half:
+            return self.by_kernel(hidden, packed=num_rows <= MAX_PACKED_ROWS)
+        if hidden.dtype == torch.float32 and num_rows <= (MAX_FEW_ROWS if self._packed is None else 1):
             return self._transposed(hidden, num_rows)
-        if self._packed is None or is_half or num_rows != SLOW_ROWS:
+        if self._packed is None or num_rows != SLOW_ROWS:
             return self.by_kernel(hidden, packed=self._packed is not None and num_rows <= MAX_PACKED_ROWS)
         rows = hidden.reshape(num_rows, -1).repeat(2, 1)
         return self.by_kernel(rows, packed=True)[:num_rows].view(*hidden.shape[:-1], -1)
@@ -67,7 +68,8 @@ class Product:
         if packed and self._packed_from != tensor_state(self.weight):
             self.pack(rounds=self._rounds)
         if packed and isinstance(self._packed, HalfWeight):
-            return self._packed(hidden)
+            output = self._packed(hidden)
+            return output if self.bias is None else output.add_(self.bias)
         if packed and self._packed is not None:
             return torch.ops.mkldnn._linear_pointwise(hidden, self._packed, self.bias, "none", [], "")
         return F.linear(hidden, self.weight, self.bias)
@@ -79,7 +81,7 @@ class Product:
         not: for what drafts, which may be anything.
         """
         self._rounds = rounds
-        self._packed = half_weight(self.weight, self.bias, rounds=rounds)
+        self._packed = half_weight(self.weight, rounds=rounds)
         if self._packed is None and self.weight.device.type == "cpu" and can_pack(self.weight.dtype):
             self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), MAX_FEW_ROWS)
         self._packed_from = tensor_state(self.weight)

@@ -19,7 +19,7 @@ from .auto_plan import make_plan
 from .block_manager import BlockManager
 from .completion import Completion, build_completion
 from .config import EngineConfig, SamplingParams
-from .exact import build_exact
+from .exact import build_exact, try_products
 from .follower import Delta, Follower, StreamerFeed
 from .hierarchy import Hierarchy
 from .kv_cache import KVCache, bytes_per_token
@@ -91,8 +91,9 @@ class Engine:
                 "cuda_graphs needs torch's paged attention kernel: an NVIDIA GPU, a 16-bit model, often block_size=256 "
                 "too, and no exact mode; change that or leave out cuda_graphs"
             )
+        self._exact = build_exact(model) if is_exact else None
         self._runner = ModelRunner(
-            build_exact(model) if is_exact else model,
+            self._exact or model,
             levels,
             kv_cache,
             self.config.max_num_seqs,
@@ -228,6 +229,8 @@ class Engine:
         self.check_room(prompt_ids, params)
         self.model.follow_tensors()
         if self._num_changes != self.model.num_changes:
+            if self._exact is not None:
+                try_products(self._exact)
             self._num_changes = self.model.num_changes
             self._runner.forget_graphs()
         request_id = next(self._request_ids)

@@ -23,24 +23,33 @@ BLOCK_SIZE = 4
 def build_exact(model: EarlyExitModel) -> EarlyExitModel:
     """A row-invariant twin of `model`; raises ValueError, after up to a second, where it fails its trials."""
     backbone = model.backbone
-    where = f"on this {backbone.device.type} in {str(backbone.dtype).removeprefix('torch.')}"
     try:
         exact = model.row_invariant()
     except ValueError as error:
         raise ValueError(f"exact mode cannot serve this model: {error}; leave out exact") from None
+    try_products(exact)
+    if not _reads_alike(exact.backbone):
+        raise ValueError(
+            f"exact mode is not possible {_where(backbone)}: layers of this model read a text in pieces otherwise than "
+            "at once; choose another dtype or leave out exact"
+        )
+    return exact
+
+
+@torch.inference_mode()
+def try_products(exact: EarlyExitModel) -> None:
+    """Try the kernels of all products of a model of `build_exact`; with other weights they may be others."""
     for product in exact.backbone.tiled_products():
         if not product.is_invariant():
             shape = "x".join(map(str, product.shape))
             raise ValueError(
-                f"exact mode is not possible {where}: the product with a {shape} matrix depends on the number of rows; "
-                "choose another dtype or leave out exact"
+                f"exact mode is not possible {_where(exact.backbone)}: the product with a {shape} matrix depends on "
+                "the number of rows; choose another dtype or leave out exact"
             )
-    if not _reads_alike(exact.backbone):
-        raise ValueError(
-            f"exact mode is not possible {where}: layers of this model read a text in pieces otherwise than at once; "
-            "choose another dtype or leave out exact"
-        )
-    return exact
+
+
+def _where(backbone: Backbone) -> str:
+    return f"on this {backbone.device.type} in {str(backbone.dtype).removeprefix('torch.')}"
 
 
 def _reads_alike(backbone: Backbone) -> bool:

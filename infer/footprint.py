@@ -7,6 +7,7 @@ import torch
 
 from ..heads import EarlyExitModel
 from ..heads.half_weight import can_halve
+from ..heads.product import can_pack
 from .config import EngineConfig
 from .kv_cache import bytes_per_token
 from .levels import build_levels, window_size
@@ -56,6 +57,13 @@ class PeakMemory:
         return True
 
 
+def _packed_size(dtype: torch.dtype) -> int:
+    """Bytes of one number of a head's weight in its packed copy."""
+    if dtype == torch.float32 and can_halve():
+        return 2
+    return dtype.itemsize if can_pack(dtype) else 0
+
+
 def level_bytes(
     model: EarlyExitModel,
     config: EngineConfig,
@@ -68,9 +76,6 @@ def level_bytes(
     level.
     """
     backbone = model.backbone
-    packed_size = 0
-    if model.is_packed and backbone.device.type == "cpu":
-        packed_size = 2 if can_halve() else backbone.dtype.itemsize
     levels = build_levels(model, config.method)[:-1]
     window = window_size(config, len(levels))
     added = {}
@@ -78,12 +83,21 @@ def level_bytes(
         assert level.head is not None
         head = model.exit_heads[level.head]
         size = backbone.dtype.itemsize
-        num_weights = sum(weight.numel() for weight in head.parameters())
+        weights = sum(weight.numel() * weight.element_size() for weight in head.parameters())
+        packed = sum(
+            _packed_size(weight.dtype) * weight.numel()
+            for name, weight in head.named_parameters()
+            if weight.dim() == 2 and not name.startswith("deltas.")
+        )
         if head.draft_vocab_ids is not None:
-            num_weights += len(head.draft_vocab_ids) * backbone.hidden_size
+            num_gathered = len(head.draft_vocab_ids) * backbone.hidden_size
+            weights += num_gathered * size
+            packed += num_gathered * _packed_size(backbone.dtype)
+        if model.is_packed and backbone.device.type == "cpu":
+            weights += packed
         kv_bytes = bytes_per_token(1, backbone.num_kv_heads, backbone.head_dim, backbone.dtype)
         added[level.name] = {
-            "weights": num_weights * (size + packed_size),
+            "weights": weights,
             "kv_cache": kv_bytes * num_tokens if head.has_block else 0,
             "hidden_states": window * config.max_num_seqs * backbone.hidden_size * size,
         }

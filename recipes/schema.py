@@ -138,13 +138,13 @@ class TrainingRecipe:
     against: float | None = None
     """Weight of the same loss of an exit against the next deeper one, its first verifier; None leaves it out."""
     optimizer: OptimizerName = "adamw"
-    """What updates matrices; vectors are AdamW's. `muon` learns more from a step and bears a higher rate."""
+    """What updates matrices; all else is AdamW's. `muon` learns more from a step and bears a higher rate."""
     learning_rate: float = 5e-4
     """Peak learning rate."""
     warmup_steps: int = 50
     """Steps over which the learning rate rises from 0."""
     weight_decay: float = 0.01
-    """Decay of the weights, of matrices only."""
+    """Decay of the weights, of matrices and stacks of them only."""
     batch_tokens: int = 2048
     """Response tokens per step."""
     accumulation_steps: int = 1

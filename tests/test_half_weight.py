@@ -10,6 +10,8 @@ from hispec.heads.half_weight import HalfWeight, can_halve, half_weight
 from hispec.heads.product import Product
 from hispec.heads.row_invariance import TiledProduct
 from hispec.infer import Engine, SamplingParams
+from hispec.infer.config import EngineConfig
+from hispec.infer.footprint import level_bytes
 
 from .models import build_base, build_heads, reference
 
@@ -59,20 +61,20 @@ def test_a_row_is_the_same_among_any_number_of_rows():
 @torch.no_grad()
 def test_a_weight_of_more_bits_is_rounded_only_where_asked():
     weight, hidden = make(64, 48) * 0.05, make(3, 48)
-    assert half_weight(weight, None, rounds=False) is None
+    assert half_weight(weight, rounds=False) is None
     one = weight.bfloat16().float()
     one[5, 7] = 0.1  # a single value
-    assert half_weight(one, None, rounds=False) is None
-    rounded = half_weight(weight, None, rounds=True)
+    assert half_weight(one, rounds=False) is None
+    rounded = half_weight(weight, rounds=True)
     torch.testing.assert_close(rounded(hidden), F.linear(hidden, weight), rtol=0, atol=1e-3)
     torch.testing.assert_close(rounded(hidden), F.linear(hidden, weight.half().float()), rtol=0, atol=2e-6)
 
 
-@pytest.mark.parametrize("magnitude", [1e-30, 1e-6, 1.0, 1e5, 1e30])
+@pytest.mark.parametrize("magnitude", [1e-36, 1e-30, 1e-6, 1.0, 1e5, 1e30])
 @torch.no_grad()
 def test_any_magnitude_is_held(magnitude):
     weight, hidden = (make(32, 48) * magnitude).bfloat16().float(), make(3, 48)
-    held = half_weight(weight, None, rounds=False)
+    held = half_weight(weight, rounds=False)
     torch.testing.assert_close(held(hidden), F.linear(hidden, weight), rtol=1e-5, atol=1e-5 * magnitude)
 
 
@@ -80,21 +82,21 @@ def test_any_magnitude_is_held(magnitude):
 def test_values_that_any_sum_loses_may_be_lost_but_no_row_of_them():
     weight = torch.full((4, 8), 0.5)
     weight[0, 0] = 2.0**-60
-    assert half_weight(weight, None, rounds=False) is not None
+    assert half_weight(weight, rounds=False) is not None
     weight[1] = 2.0**-60
-    assert half_weight(weight, None, rounds=False) is None
+    assert half_weight(weight, rounds=False) is None
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 def test_what_is_no_number_is_not_held(value):
     weight = torch.full((4, 8), 0.5)
     weight[2, 3] = value
-    assert half_weight(weight, None, rounds=True) is None
+    assert half_weight(weight, rounds=True) is None
 
 
 @torch.no_grad()
 def test_a_weight_of_zeros_and_one_without_rows():
-    assert not half_weight(torch.zeros(4, 8), None, rounds=False)(make(2, 8)).any()
+    assert not half_weight(torch.zeros(4, 8), rounds=False)(make(2, 8)).any()
     product = Product(torch.zeros(0, 8))
     product.pack()
     assert product(make(2, 8)).shape == (2, 0)
@@ -110,6 +112,69 @@ def test_the_copy_follows_its_weight_out_of_16_bits_and_back():
         product(make(4, 5))  # so many rows are multiplied by the packed copy of any kind
         torch.testing.assert_close(product(hidden), F.linear(hidden, weight))
         assert product.is_half == is_half
+
+
+@torch.no_grad()
+def test_a_bias_is_read_anew_and_may_be_large_beside_a_small_weight():
+    bias = torch.nn.Parameter(torch.full((6,), 2.0**20))
+    product = Product(torch.full((6, 5), 2.0**-100), bias)
+    product.pack()
+    assert product.is_half
+    assert torch.equal(product(make(2, 5)), torch.full((2, 6), 2.0**20))
+    bias.mul_(2)
+    assert torch.equal(product(make(2, 5)), torch.full((2, 6), 2.0**21))
+
+
+@torch.no_grad()
+def test_a_row_may_come_without_a_number():
+    product = Product(released(6, 5))
+    product.pack()
+    hidden = make(5)
+    torch.testing.assert_close(product(hidden), F.linear(hidden, product.weight))
+
+
+def test_another_quantized_engine_takes_the_copy_away(monkeypatch):
+    product, hidden = Product(released(6, 5)), make(3, 5)
+    product.pack()
+    before = torch.backends.quantized.engine
+    try:
+        torch.backends.quantized.engine = "onednn"
+        product.pack()
+    finally:
+        torch.backends.quantized.engine = before
+    assert product.is_packed
+    assert not product.is_half
+    with torch.no_grad():
+        torch.testing.assert_close(product(hidden), F.linear(hidden, product.weight))
+
+
+def test_an_exact_engine_tries_the_products_of_other_weights(monkeypatch):
+    base = build_base("llama").bfloat16().float()
+    engine = Engine(build_heads(base, "random"), method="single-layer", num_blocks=32, pack_weights=True, exact=True)
+    params = SamplingParams(max_new_tokens=8)
+    assert list(engine.generate(PROMPTS[:1], params)[0].token_ids) == reference(base, PROMPTS[0], 8)
+    with torch.no_grad():
+        base.lm_head.weight.mul_(1.1)
+        base.model.layers[0].self_attn.q_proj.weight.mul_(1.1)
+    assert list(engine.generate(PROMPTS[:1], params)[0].token_ids) == reference(base, PROMPTS[0], 8)
+    assert not engine.model.backbone._lm_head_product.is_half
+    with torch.no_grad():
+        base.lm_head.weight.mul_(1.1)
+    monkeypatch.setattr(TiledProduct, "is_invariant", lambda self: self._product.is_half)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="depends on the number of rows"):
+            engine.add_request(PROMPTS[0], params)
+
+
+def test_bytes_of_levels_count_copies_of_16_bits():
+    model = build_heads(build_base("llama"), "good", head="block", draft_vocab_size=16)
+    plain = level_bytes(model, EngineConfig(), 100)
+    model.pack_weights()
+    head = model.exit_heads[0]
+    num_packed = sum(weight.numel() for weight in head.parameters() if weight.dim() == 2) + 16 * 32
+    added = level_bytes(model, EngineConfig(), 100)
+    assert added["draft"]["weights"] == plain["draft"]["weights"] + 2 * num_packed
+    assert added["draft"]["kv_cache"] == plain["draft"]["kv_cache"]
 
 
 @pytest.mark.parametrize(("method", "exact"), [("autoregressive", False), ("hispec", False), ("single-layer", True)])

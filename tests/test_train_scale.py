@@ -17,6 +17,7 @@ from hispec.train import Trainer, pipeline, trainer, zero
 from hispec.train.cache_writer import extend_cache
 from hispec.train.exit_losses import ExitLosses
 from hispec.train.loss import forward_kl
+from hispec.train.optimizer import Muon
 from hispec.train.ranks import Ranks
 from hispec.train.responses import describe_responses, merge_responses, next_items, part_path, regenerate
 from hispec.train.schedule import learning_rate_at
@@ -145,6 +146,13 @@ def test_muon_moves_every_matrix_by_its_rate(base, cache, tmp_path):
         if tensor.ndim == 2 and tensor.is_floating_point():
             change = (tensor - before[name]).double()
             assert change.square().mean().sqrt() == pytest.approx(0.2e-3, rel=0.35), name
+
+
+def test_muon_leaves_stacks_of_matrices_to_adamw_with_their_decay(make_base):
+    model = EarlyExitModel.from_configs(make_base("mixtral"), [ExitHeadConfig(exit_layer=2, kind="block")])
+    groups = Muon(model, 0.1).param_groups
+    of_rank = {p.ndim: ("momentum" in group, group["weight_decay"]) for group in groups for p in group["params"]}
+    assert of_rank == {1: (False, 0.0), 2: (True, 0.1), 3: (False, 0.1)}
 
 
 def test_too_large_a_scale_skips_the_update_and_shrinks_and_is_saved(base, cache, tmp_path):
@@ -299,7 +307,11 @@ def resolve(base, **training):
         ("wandb", {"trackers": ("wandb",)}, "the tracker wandb needs a package that is not here"),
         ("torch.utils.tensorboard", {"trackers": ("tensorboard",)}, "pip install tensorboard"),
         ("deepspeed", {"deepspeed": "zero2", "optimizer": "adamw"}, r"pip install hispec\[deepspeed\]"),
-        ("deepspeed", {"deepspeed": "zero2", "optimizer": "muon"}, "use adamw, or leave --deepspeed out"),
+        (
+            "deepspeed",
+            {"deepspeed": "zero2", "optimizer": "muon"},
+            "use adamw, with a training.learning_rate below 0.006, or",
+        ),
         (
             "deepspeed",
             {"deepspeed": "zero2", "optimizer": "adamw", "precision": "fp16"},

@@ -4,24 +4,26 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..heads import EarlyExitModel
-
-BETAS = (0.9, 0.95)
 
 
 def adamw(model: EarlyExitModel, weight_decay: float) -> torch.optim.AdamW:
     """AdamW over the heads; only matrices decay. The learning rate is set at every step."""
-    parameters = list(model.heads.parameters())
+    return _adamw(list(model.heads.parameters()), weight_decay)
+
+
+def _adamw(parameters: Sequence[nn.Parameter], weight_decay: float) -> torch.optim.AdamW:
     groups: Sequence[dict[str, Any]] = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW([group for group in groups if group["params"]], lr=0.0, betas=BETAS)
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=0.0, betas=(0.9, 0.95))
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon for matrices, whose updates it makes orthogonal (Jordan et al. 2024), and AdamW for all else.
+    """Muon for matrices, whose updates it makes orthogonal (Jordan et al. 2024), and AdamW for vectors and stacks.
 
     A learning rate means about what it means to AdamW: updates of matrices are scaled to the size of AdamW's (Liu et
     al., arXiv 2502.16982). It is set at every step.
@@ -37,7 +39,7 @@ class Muon(torch.optim.Optimizer):
                 matrices, lr=0.0, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"
             )
         if others:
-            self._parts["adamw"] = torch.optim.AdamW(others, lr=0.0, weight_decay=0.0, betas=BETAS)
+            self._parts["adamw"] = _adamw(others, weight_decay)
         super().__init__([group for part in self._parts.values() for group in part.param_groups], {})
         # The parts read what is set here.
         self.param_groups = [group for part in self._parts.values() for group in part.param_groups]
@@ -49,7 +51,7 @@ class Muon(torch.optim.Optimizer):
             part.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """The state dicts of both, as `load_state_dict` takes them."""
+        """The state dicts of both under the keys of one, as `load_state_dict` takes them."""
         return {"state": {name: part.state_dict() for name, part in self._parts.items()}, "param_groups": []}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -40,7 +40,7 @@ def check_zero(training: TrainingRecipe) -> None:
     if training.optimizer != "adamw":
         raise ValueError(
             f"training.optimizer is {training.optimizer}, which needs whole matrices, and ZeRO cuts them up; "
-            "use adamw, or leave --deepspeed out"
+            f"use adamw, with a training.learning_rate below {training.learning_rate}, or leave --deepspeed out"
         )
     if training.precision == "fp16":
         raise ValueError(
