@@ -99,12 +99,12 @@ class ExitHead(nn.Module):
         return self._backbone.final_norm(hidden) if self.norm is None else self.norm(hidden)
 
     def pack_weights(self) -> None:
-        """On a CPU, keep a packed copy of the weights, float32 ones rounded to 16 bits: see `Product`."""
+        """On a CPU, keep a packed copy of the weights: see `Product`."""
         for product in (self._by_fuse, self._by_mlp):
             if product is not None:
-                product.pack(rounds=True)
+                product.pack()
         if self.block is not None:
-            pack_linears(self._blocks[1], rounds=True)
+            pack_linears(self._blocks[1])
 
 
 def context_positions(

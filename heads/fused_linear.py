@@ -64,9 +64,9 @@ class FusedLinear:
         twin._input, twin._outputs = None, []
         return twin
 
-    def pack(self, *, rounds: bool = False) -> None:
+    def pack(self) -> None:
         """Keep a packed copy of the weight, see `Product.pack`."""
-        self._product.pack(rounds=rounds)
+        self._product.pack()
 
     def _gather(self) -> tuple[Tensor, Tensor | None]:  # [D_out, D_in], [D_out]
         of_layers: list[Tensor | None] = [linear.bias for linear in self._linears]
@@ -85,10 +85,10 @@ class FusedPart:
     def __call__(self, hidden: Tensor) -> Tensor:
         return self.fused.take(self.index, hidden)
 
-    def pack(self, *, rounds: bool = False) -> None:
+    def pack(self) -> None:
         """Keep a packed copy of the common weight."""
         if self.index == 0:
-            self.fused.pack(rounds=rounds)
+            self.fused.pack()
 
 
 def fuse_linears(module: nn.Module) -> None:
@@ -115,12 +115,12 @@ def fuse_linears(module: nn.Module) -> None:
             module.__dict__[name] = part
 
 
-def pack_linears(module: nn.Module, *, rounds: bool = False) -> None:
-    """Keep a packed copy of every weight below a module that `fuse_linears` went through; see `Product.pack`."""
+def pack_linears(module: nn.Module) -> None:
+    """Keep a packed copy of every weight below a module that `fuse_linears` went through."""
     for part in module.modules():
         for attribute in vars(part).values():
             if isinstance(attribute, FusedPart):
-                attribute.pack(rounds=rounds)
+                attribute.pack()
 
 
 def _as_one(parameters: Sequence[Tensor]) -> Tensor:

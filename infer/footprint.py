@@ -6,8 +6,6 @@ from typing import Literal
 import torch
 
 from ..heads import EarlyExitModel
-from ..heads.half_weight import can_halve
-from ..heads.product import can_pack
 from .config import EngineConfig
 from .kv_cache import bytes_per_token
 from .levels import build_levels, window_size
@@ -57,13 +55,6 @@ class PeakMemory:
         return True
 
 
-def _packed_size(dtype: torch.dtype) -> int:
-    """Bytes of one number of a head's weight in its packed copy."""
-    if dtype == torch.float32 and can_halve():
-        return 2
-    return dtype.itemsize if can_pack(dtype) else 0
-
-
 def level_bytes(
     model: EarlyExitModel,
     config: EngineConfig,
@@ -71,11 +62,12 @@ def level_bytes(
 ) -> dict[str, dict[str, int]]:
     """For each level below the target the bytes that it adds to the base's own, computed from shapes.
 
-    `weights`: the head's, with the LM head's rows of its draft vocabulary, and the packed copies where they are kept;
+    `weights`: the head's, with the LM head's rows of its draft vocabulary, at most twice where packed copies are kept;
     `kv_cache`: the keys and values of its head's block for `num_tokens`; `hidden_states`: what waits for the next
     level.
     """
     backbone = model.backbone
+    copies = 2 if model.is_packed and backbone.device.type == "cpu" else 1
     levels = build_levels(model, config.method)[:-1]
     window = window_size(config, len(levels))
     added = {}
@@ -84,20 +76,11 @@ def level_bytes(
         head = model.exit_heads[level.head]
         size = backbone.dtype.itemsize
         weights = sum(weight.numel() * weight.element_size() for weight in head.parameters())
-        packed = sum(
-            _packed_size(weight.dtype) * weight.numel()
-            for name, weight in head.named_parameters()
-            if weight.dim() == 2 and not name.startswith("deltas.")
-        )
         if head.draft_vocab_ids is not None:
-            num_gathered = len(head.draft_vocab_ids) * backbone.hidden_size
-            weights += num_gathered * size
-            packed += num_gathered * _packed_size(backbone.dtype)
-        if model.is_packed and backbone.device.type == "cpu":
-            weights += packed
+            weights += len(head.draft_vocab_ids) * backbone.hidden_size * size
         kv_bytes = bytes_per_token(1, backbone.num_kv_heads, backbone.head_dim, backbone.dtype)
         added[level.name] = {
-            "weights": weights,
+            "weights": weights * copies,
             "kv_cache": kv_bytes * num_tokens if head.has_block else 0,
             "hidden_states": window * config.max_num_seqs * backbone.hidden_size * size,
         }

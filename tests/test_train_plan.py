@@ -48,9 +48,9 @@ def work_of(*assignments, done=NOTHING, has_weights=True, num_possible=10_000):
 def test_the_amounts_of_a_long_run_follow_from_its_recipe():
     recipe, work = work_of()
     assert work.num_response_tokens == pytest.approx(recipe.data.num_tokens, rel=0.02)
-    assert work.num_rows == pytest.approx(500_000 * (1 + 60 / work.mean_response), rel=0.01)
+    assert work.num_rows == pytest.approx(620_000 * (1 + 60 / work.mean_response), rel=0.01)
     assert work.num_held_out == pytest.approx(0.03 * work.num_rows, rel=0.01)
-    trained = 4 * 0.97 * 500_000
+    trained = 3 * 0.97 * 620_000
     assert work.num_steps * work.tokens_per_step == pytest.approx(trained, rel=0.01)
     assert work.num_passes == 1 + -(-work.num_steps // 240)
 
