@@ -143,8 +143,8 @@ class EarlyExitModel(nn.Module):
     def pack_weights(self) -> None:
         """On a CPU, keep packed copies of all weights, which makes passes over few rows twice as fast: see `Product`.
 
-        The base itself is untouched; see `follow_tensors`. On other devices, and in types that the machine has no
-        packed product for, nothing happens.
+        The base itself is untouched; see `follow_tensors`. Rows that draft may be rounded: see `Product.pack`. On other
+        devices, and in types that the machine has no packed product for, nothing happens.
         """
         self.is_packed = True
         self.backbone.pack_weights()

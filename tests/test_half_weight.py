@@ -130,7 +130,7 @@ def test_a_row_may_come_without_a_number():
     torch.testing.assert_close(product(hidden), F.linear(hidden, product.weight))
 
 
-def test_another_quantized_engine_takes_the_copy_away(monkeypatch):
+def test_another_quantized_engine_takes_the_copy_away():
     product, hidden = Product(released(6, 5)), make(3, 5)
     product.pack()
     before = torch.backends.quantized.engine

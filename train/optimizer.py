@@ -40,9 +40,8 @@ class Muon(torch.optim.Optimizer):
             )
         if others:
             self._parts["adamw"] = _adamw(others, weight_decay)
+        # The very groups of the parts, which read what is set in them.
         super().__init__([group for part in self._parts.values() for group in part.param_groups], {})
-        # The parts read what is set here.
-        self.param_groups = [group for part in self._parts.values() for group in part.param_groups]
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]

@@ -123,17 +123,16 @@ def regenerate(
     if _count(responses) >= num_tokens:
         return responses
     left = [item for item, key in zip(order, keys, strict=True) if key not in finished]
-    counted, num_skipped = _needed(finished, keys, num_tokens, max_new_tokens)
+    num_counted, num_finished, num_skipped = _needed(finished, keys, num_tokens, max_new_tokens)
     running: dict[int, tuple[Prompt, int]] = {}
     waiting = iter(left)
-    num_finished = _count(counted.values())
     with (
         path.open("a", encoding="utf-8") as file,
         tqdm(total=num_tokens, initial=num_finished, unit="tok", desc="responses") as progress,
     ):
         try:
             while True:
-                num_missing = count_missing(len(counted), num_finished, len(running), num_tokens, max_new_tokens)
+                num_missing = count_missing(num_counted, num_finished, len(running), num_tokens, max_new_tokens)
                 num_free = min(max_num_seqs - len(running), max(0, num_missing, num_skipped))
                 for prompt, sample in islice(waiting, num_free):
                     params = SamplingParams(
@@ -150,7 +149,7 @@ def regenerate(
                     file.write(response.to_json() + "\n")
                     file.flush()
                     finished[response.prompt_id, response.sample] = response
-                    counted[response.prompt_id, response.sample] = response
+                    num_counted += 1
                     num_finished += len(response.token_ids)
                     progress.update(len(response.token_ids))
         finally:
@@ -190,9 +189,9 @@ def next_items(
     keys = [(prompt.id, sample) for prompt, sample in order]
     if _count(_beginning(finished, keys, num_tokens)) >= num_tokens:
         return []
-    counted, num_skipped = _needed(finished, keys, num_tokens, max_new_tokens)
+    _, num_finished, num_skipped = _needed(finished, keys, num_tokens, max_new_tokens)
     mean = _mean_length(finished, max_new_tokens)
-    num_more = math.ceil(max(0, num_tokens - _count(counted.values())) / mean)
+    num_more = math.ceil(max(0, num_tokens - num_finished) / mean)
     missing = [item for item, key in zip(order, keys, strict=True) if key not in finished]
     return missing[: num_skipped + num_more]
 
@@ -202,26 +201,24 @@ def _needed(
     keys: Sequence[tuple[str, int]],
     num_tokens: float,
     max_new_tokens: int,
-) -> tuple[dict[tuple[str, int], Response], int]:
-    """What is finished of the beginning of the order that should have `num_tokens`, and how many are missing between.
+) -> tuple[int, int, int]:
+    """Of the beginning of the order that should have `num_tokens`: what is finished, its tokens, and the gaps between.
 
     An interrupted run skips over answers, because longer ones finish later; one of other settings may have left answers
     far behind, which nobody waits for.
     """
     mean = _mean_length(finished, max_new_tokens)
-    counted: dict[tuple[str, int], Response] = {}
-    num_missing = num_skipped = 0
-    num_expected = 0.0
+    num_counted = num_finished = num_missing = num_skipped = 0
     for key in keys:
-        if num_expected >= num_tokens:
+        if num_finished + num_missing * mean >= num_tokens:
             break
         if key in finished:
-            counted[key], num_skipped = finished[key], num_missing
-            num_expected += finished[key].num_answer_tokens
+            num_counted += 1
+            num_finished += finished[key].num_answer_tokens
+            num_skipped = num_missing
         else:
             num_missing += 1
-            num_expected += mean
-    return counted, num_skipped
+    return num_counted, num_finished, num_skipped
 
 
 def _mean_length(finished: Mapping[tuple[str, int], Response], max_new_tokens: int) -> float:
