@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .sampling import build_settings, gumbel_noise, to_probs
+from .sampling import build_settings, gumbel_noises, to_probs
 from .sequence import Sequence
 from .transfer import to_device
 
@@ -76,7 +76,7 @@ class LogitsReader:
         # The row at position t chooses the token at position t + 1.
         positions = [position + 1 for bound in bounds for position in range(*bound)]
         coupled = [row for row, owner in enumerate(owners) if not owner.params.is_greedy and not owner.uses_rejection]
-        noise = [_noise(owners[row], positions[row], vocab_size, device) for row in coupled]
+        noise = _noise([(owners[row], positions[row]) for row in coupled], vocab_size, device)
         self._coupled: list[tuple[slice | Tensor, Tensor]] = []
         if one_by_one:
             self._coupled = [(slice(row, row + 1), part[None]) for row, part in zip(coupled, noise, strict=True)]
@@ -169,12 +169,20 @@ def _process(
     return torch.cat(parts)
 
 
-def _noise(sequence: Sequence, position: int, vocab_size: int, device: torch.device) -> Tensor:  # [V] float32
-    if position not in sequence.noise:
-        assert sequence.params.seed is not None
-        noise = gumbel_noise(sequence.params.seed, sequence.index, position, vocab_size)
+def _noise(
+    places: list[tuple[Sequence, int]], vocab_size: int, device: torch.device
+) -> list[Tensor]:  # [V] float32 each
+    """Of sequences at positions; what a level before has drawn is there."""
+    missing = [(sequence, position) for sequence, position in places if position not in sequence.noise]
+    keys = [(_seed(sequence), sequence.index, position) for sequence, position in missing]
+    for (sequence, position), noise in zip(missing, gumbel_noises(keys, vocab_size), strict=True):
         sequence.noise[position] = to_device(noise, device)
-    return sequence.noise[position]
+    return [sequence.noise[position] for sequence, position in places]
+
+
+def _seed(sequence: Sequence) -> int:
+    assert sequence.params.seed is not None
+    return sequence.params.seed
 
 
 def _first_false(values: Tensor) -> int | None:

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from .config import SamplingParams
 from .logits_processor import LogitsProcessor
-from .sampling import gumbel_noise, to_probs
+from .sampling import gumbel_noises, to_probs
 
 MAX_ROWS = 256
 """Rows that are compared at once."""
@@ -132,5 +132,5 @@ def _noisy(
     assert params.seed is not None
     settings = (params.temperature, params.top_k, params.top_p, params.min_p)
     probs = to_probs(rows, *(torch.tensor([value] * len(rows), device=rows.device) for value in settings))
-    noise = [gumbel_noise(params.seed, index, start + 1 + row, rows.shape[-1]) for row in range(len(rows))]
+    noise = gumbel_noises([(params.seed, index, start + 1 + row) for row in range(len(rows))], rows.shape[-1])
     return probs.log() + torch.stack(noise).to(rows.device)

@@ -4,6 +4,8 @@ R rows, V vocabulary. Nothing here waits for the device: what a request asks for
 """
 
 from collections.abc import Sequence as Items
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -98,3 +100,18 @@ def gumbel_noise(seed: int, index: int, position: int, vocab_size: int) -> Tenso
     np.maximum(noise, np.finfo(np.float64).tiny, out=noise)
     np.negative(np.log(noise, out=noise), out=noise)
     return torch.from_numpy(noise).float()
+
+
+def gumbel_noises(
+    places: Items[tuple[int, int, int]],  # seed, index and position
+    vocab_size: int,
+) -> list[Tensor]:  # [V] float32 each
+    """`gumbel_noise` of several places, side by side: a batch needs a row for each sequence and token."""
+    if len(places) < 2:
+        return [gumbel_noise(*place, vocab_size) for place in places]
+    return list(_workers().map(lambda place: gumbel_noise(*place, vocab_size), places))
+
+
+@cache
+def _workers() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(torch.get_num_threads(), "noise")

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hispec.infer.sampling import draw, gumbel_noise, to_probs
+from hispec.infer.sampling import draw, gumbel_noise, gumbel_noises, to_probs
 from hispec.infer.verify import verify_by_equality, verify_by_rejection
 
 
@@ -109,6 +109,9 @@ def test_shared_noise_draws_from_the_distribution():
     assert torch.equal(gumbel_noise(3, 0, 8, 9), gumbel_noise(3, 0, 8, 9))
     assert not torch.equal(gumbel_noise(3, 0, 8, 9), gumbel_noise(3, 0, 9, 9))
     assert not torch.equal(gumbel_noise(3, 0, 8, 9), gumbel_noise(3, 1, 8, 9))
+    places = [(seed, 0, position) for seed in (3, 4) for position in range(9)]
+    for place, noise in zip(places, gumbel_noises(places, 4), strict=True):
+        assert torch.equal(noise, gumbel_noise(*place, 4))
 
 
 def test_noise_is_finite_everywhere():
