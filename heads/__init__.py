@@ -7,6 +7,8 @@ from .config import ExitHeadConfig, HeadKind, check_exit_layers, head_kinds
 from .draft_verifier import CONFIDENCE_FEATURES, DraftVerifier, draft_features, num_features
 from .early_exit_model import EarlyExitModel
 from .exit_head import ExitHead, context_positions
+from .product_form import FormTable, FormTables, ProductKind, possible_forms
+from .product_trial import is_timed, measure_forms
 from .stand_in import base_of, held_module, is_quantized
 
 __all__ = [
@@ -19,7 +21,10 @@ __all__ = [
     "EarlyExitModel",
     "ExitHead",
     "ExitHeadConfig",
+    "FormTable",
+    "FormTables",
     "HeadKind",
+    "ProductKind",
     "base_of",
     "capped_attention",
     "check_exit_layers",
@@ -28,5 +33,8 @@ __all__ = [
     "head_kinds",
     "held_module",
     "is_quantized",
+    "is_timed",
+    "measure_forms",
     "num_features",
+    "possible_forms",
 ]

@@ -4,7 +4,7 @@ T tokens lie side by side in one packed batch; D hidden size; V vocabulary; H qu
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from transformers import AttentionInterface, PreTrainedModel
 
 from .architectures import find_parts, max_context
-from .fused_linear import fuse_linears, pack_linears
+from .fused_linear import fuse_linears, fused_products
 from .lean_layer import TRIAL_LENGTH, LeanLayer, Rotary, agrees, is_of_family
 from .product import Product
 from .row_invariance import TiledProduct, row_invariant, tiled_products
@@ -94,12 +94,12 @@ class Backbone:
         """Where the base lies."""
         return self._base.device if self._lm_head_product is None else self.lm_head.weight.device
 
-    def pack_weights(self) -> None:
-        """On a CPU, keep a packed copy of the layers' and the LM head's weights: see `Product`."""
+    def products(self) -> Iterator[Product]:
+        """Those of the layers and the LM head."""
         for layer in self.layers:
-            pack_linears(layer)
+            yield from fused_products(layer)
         if self._lm_head_product is not None:
-            self._lm_head_product.pack()
+            yield self._lm_head_product
 
     def row_invariant(self) -> "Backbone":
         """A backbone over the same tensors, packed copies included, whose rows do not depend on each other's number.

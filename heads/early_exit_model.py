@@ -4,7 +4,7 @@ T tokens side by side in a packed batch; D hidden size; V vocabulary; V_d draft 
 """
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from .config import ExitHeadConfig, HeadKind, check_exit_layers, head_kinds
 from .draft_verifier import DraftVerifier
 from .exit_head import ExitHead
 from .product import Product, tensor_state
+from .product_form import FormTables
 from .stand_in import base_of, stand_ins
 from .trial import try_walk
 
@@ -46,6 +47,7 @@ class EarlyExitModel(nn.Module):
             ExitHead(config, self.backbone, self.backbone.num_layers + index) for index, config in enumerate(configs)
         )
         self._rows: list[Product | None] = [None] * len(self.heads)
+        self._forms: FormTables = {}
         self.is_packed = False
         """Whether `pack_weights` was called."""
         self.num_changes = 0
@@ -131,6 +133,7 @@ class EarlyExitModel(nn.Module):
         ]
         if self.is_packed:
             self.pack_weights()
+        self.use_forms(self._forms)
 
     def follow_tensors(self) -> None:
         """Make the copies of weights anew, gathered or packed, where somebody has written to the base or the heads."""
@@ -147,12 +150,27 @@ class EarlyExitModel(nn.Module):
         devices, and in types that the machine has no packed product for, nothing happens.
         """
         self.is_packed = True
-        self.backbone.pack_weights()
-        for head in self.exit_heads:
-            head.pack_weights()
+        for product in self._own_products():
+            product.pack()
         for rows in self._rows:
             if rows is not None:
                 rows.pack(rounds=True)
+
+    def products(self) -> Iterator[Product]:
+        """All matrix products of base and heads where nothing is trained."""
+        yield from self._own_products()
+        yield from (rows for rows in self._rows if rows is not None)
+
+    def use_forms(self, forms: FormTables) -> None:
+        """Compute every product in these forms, see `measure_forms`, also when the weights have changed."""
+        self._forms = forms
+        for product in self.products():
+            product.use_forms(forms)
+
+    def _own_products(self) -> Iterator[Product]:
+        yield from self.backbone.products()
+        for head in self.exit_heads:
+            yield from head.products()
 
     def row_invariant(self) -> "EarlyExitModel":
         """A model with the same base and heads whose `backbone` is row-invariant: see `Backbone.row_invariant`.

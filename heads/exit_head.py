@@ -3,13 +3,15 @@
 T tokens side by side in a packed batch; D hidden size; V_d draft vocabulary.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .backbone import AnyLayer, Attend, Backbone
 from .config import ExitHeadConfig
-from .fused_linear import pack_linears
+from .fused_linear import fused_products
 from .low_rank import add_deltas, new_deltas
 from .product import Product
 
@@ -98,13 +100,13 @@ class ExitHead(nn.Module):
             hidden = self._backbone.run_block(block, self.kv_layer, hidden, positions, attend)
         return self._backbone.final_norm(hidden) if self.norm is None else self.norm(hidden)
 
-    def pack_weights(self) -> None:
-        """On a CPU, keep a packed copy of the weights: see `Product`."""
+    def products(self) -> Iterator[Product]:
+        """Those of its own weights, by which it computes where nothing is trained."""
         for product in (self._by_fuse, self._by_mlp):
             if product is not None:
-                product.pack()
+                yield product
         if self.block is not None:
-            pack_linears(self._blocks[1])
+            yield from fused_products(self._blocks[1])
 
 
 def context_positions(

@@ -4,7 +4,7 @@ T rows; D_in input size; D_out output size of all layers together.
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -64,9 +64,10 @@ class FusedLinear:
         twin._input, twin._outputs = None, []
         return twin
 
-    def pack(self) -> None:
-        """Keep a packed copy of the weight, see `Product.pack`."""
-        self._product.pack()
+    @property
+    def product(self) -> Product:
+        """What multiplies, unless this is a `twin`."""
+        return self._product
 
     def _gather(self) -> tuple[Tensor, Tensor | None]:  # [D_out, D_in], [D_out]
         of_layers: list[Tensor | None] = [linear.bias for linear in self._linears]
@@ -84,11 +85,6 @@ class FusedPart:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         return self.fused.take(self.index, hidden)
-
-    def pack(self) -> None:
-        """Keep a packed copy of the common weight."""
-        if self.index == 0:
-            self.fused.pack()
 
 
 def fuse_linears(module: nn.Module) -> None:
@@ -115,12 +111,12 @@ def fuse_linears(module: nn.Module) -> None:
             module.__dict__[name] = part
 
 
-def pack_linears(module: nn.Module) -> None:
-    """Keep a packed copy of every weight below a module that `fuse_linears` went through."""
+def fused_products(module: nn.Module) -> Iterator[Product]:
+    """Every product below a module that `fuse_linears` went through, each once."""
     for part in module.modules():
         for attribute in vars(part).values():
-            if isinstance(attribute, FusedPart):
-                attribute.pack()
+            if isinstance(attribute, FusedPart) and attribute.index == 0:
+                yield attribute.fused.product
 
 
 def _as_one(parameters: Sequence[Tensor]) -> Tensor:

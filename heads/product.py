@@ -8,25 +8,20 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .half_weight import HalfWeight, half_weight
+from .product_form import Form, FormTable, FormTables, Packing, ProductKind, guessed_forms
 
-MAX_FEW_ROWS = 8
-"""Up to so many rows the float32 product on a CPU runs faster with the weight as its first factor."""
-
-SLOW_ROWS = 2
-"""So many rows the packed product computes slower than twice as many."""
-
-MAX_PACKED_ROWS = 64
-"""Beyond so many rows a packed weight saves little, and its kernel takes a while to be made for each number of rows."""
+PACKED_FOR = 8
+"""Rows that a packed copy is laid out for."""
 
 
 class Product:
-    """`hidden @ weight.T + bias`, on a CPU in whichever of four forms reads the weight fastest.
+    """`hidden @ weight.T + bias`, on a CPU in whichever form is fastest for the number of rows: see `Form`.
 
-    The usual call reads it at a third of the memory's speed or less for few rows. In float32 the transposed product
-    reads it at more than twice that, a lone row, doubled to two, best of all. A *packed* weight, a second copy of it in
-    the layout of the machine's own kernel, is as fast for any few rows and any type, in bfloat16 to the same bits as
-    the usual call. Faster again is a float32 weight whose packed copy has 16 bits, where these hold it; see `pack`.
-    Gradients flow through the usual call alone.
+    The usual call reads a weight at a third of the memory's speed or less for few rows. In float32 the transposed
+    product reads it at more than twice that. A *packed* weight, a second copy of it in the layout of the machine's own
+    kernel, is as fast for any few rows and any type, in bfloat16 to the same bits as the usual call. Faster again is a
+    float32 weight whose packed copy has 16 bits, where these hold it; see `pack`. Which form is taken is guessed, until
+    `use_forms` tells. Gradients flow through the usual call alone.
     """
 
     def __init__(
@@ -39,19 +34,42 @@ class Product:
         self._packed: Tensor | HalfWeight | None = None
         self._packed_from: tuple[int, int] | None = None
         self._rounds = False
+        self._measured: FormTables = {}
+        self._table = self._choose_table()
 
     def __call__(self, hidden: Tensor) -> Tensor:  # [..., T, D_in] -> [..., T, D_out]
         if hidden.device.type != "cpu" or torch.is_grad_enabled():
             return F.linear(hidden, self.weight, self.bias)
-        num_rows = hidden.numel() // hidden.shape[-1]
-        if self.is_half:
-            return self.by_kernel(hidden, packed=num_rows <= MAX_PACKED_ROWS)
-        if hidden.dtype == torch.float32 and num_rows <= (MAX_FEW_ROWS if self._packed is None else 1):
-            return self._transposed(hidden, num_rows)
-        if self._packed is None or num_rows != SLOW_ROWS:
-            return self.by_kernel(hidden, packed=self._packed is not None and num_rows <= MAX_PACKED_ROWS)
-        rows = hidden.reshape(num_rows, -1).repeat(2, 1)
-        return self.by_kernel(rows, packed=True)[:num_rows].view(*hidden.shape[:-1], -1)
+        if hidden.dtype != self._dtype:
+            self._table = self._choose_table()  # the base's dtype was changed
+        return self.by_form(hidden, self._table.form(hidden.numel() // hidden.shape[-1]))
+
+    def use_forms(self, measured: FormTables) -> None:
+        """From now on take these forms, where they are of this kind of product."""
+        self._measured = measured
+        self._table = self._choose_table()
+
+    def by_form(self, hidden: Tensor, form: Form) -> Tensor:  # [..., T, D_in] -> [..., T, D_out]
+        """The product in one form, which its kind must have."""
+        if form == "usual" or form == "packed":
+            return self.by_kernel(hidden, packed=form == "packed")
+        rows = hidden.reshape(-1, hidden.shape[-1])
+        num_rows = len(rows)
+        if form.endswith("twice"):
+            rows = rows.repeat(2, 1)
+        output = self.by_kernel(rows, packed=True) if form == "packed-twice" else self._transposed(rows)
+        return output[:num_rows].reshape(*hidden.shape[:-1], -1)
+
+    @property
+    def kind(self) -> ProductKind:
+        """What decides how fast its forms are."""
+        packing: Packing = "half" if self.is_half else "packed" if self.is_packed else "none"
+        num_outputs, num_inputs = self.weight.shape
+        return ProductKind(num_outputs, num_inputs, self.weight.dtype, packing)
+
+    def _choose_table(self) -> FormTable:
+        self._dtype = self.weight.dtype
+        return self._measured.get(self.kind) or guessed_forms(self.kind)
 
     @property
     def is_packed(self) -> bool:
@@ -83,14 +101,12 @@ class Product:
         self._rounds = rounds
         self._packed = half_weight(self.weight, rounds=rounds)
         if self._packed is None and self.weight.device.type == "cpu" and can_pack(self.weight.dtype):
-            self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), MAX_FEW_ROWS)
+            self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), PACKED_FOR)
         self._packed_from = tensor_state(self.weight)
+        self._table = self._choose_table()
 
-    def _transposed(self, hidden: Tensor, num_rows: int) -> Tensor:
-        rows = hidden.reshape(num_rows, -1)
-        if num_rows == 1:
-            rows = rows.repeat(2, 1)
-        output = (self.weight @ rows.t()).t()[:num_rows].reshape(*hidden.shape[:-1], -1)
+    def _transposed(self, rows: Tensor) -> Tensor:  # [T, D_in] -> [T, D_out]
+        output = (self.weight @ rows.t()).t()
         return output if self.bias is None else output + self.bias
 
 

@@ -29,15 +29,20 @@ def machine_key(model: EarlyExitModel, options: Mapping[str, Any]) -> dict[str, 
     """All that costs depend on, JSON-ready: model, heads, options of the engine, device, threads and versions."""
     defaults = {field.name: field.default for field in fields(EngineConfig)}
     told = {name: value for name, value in options.items() if value != defaults.get(name, MISSING)}
-    device = model.backbone.device
-    on_gpu = device.type == "cuda"
     return {
         "format_version": FORMAT_VERSION,
         "base": fingerprint(model.base),
         "heads": [head.config.to_dict() for head in model.exit_heads],
         "dtype": str(model.backbone.dtype),
         "options": {name: repr(value) for name, value in sorted(told.items()) if name not in NEUTRAL_OPTIONS},
-        "device": torch.cuda.get_device_name(device) if on_gpu else _cpu_name(),
+        **device_key(model.backbone.device),
+    }
+
+
+def device_key(device: torch.device) -> dict[str, Any]:
+    """The device, threads and versions, JSON-ready."""
+    return {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name(),
         "num_threads": torch.get_num_threads(),
         "versions": {name: _version(name) for name in ("hispec", "torch", "transformers")},
     }

@@ -21,6 +21,7 @@ from .completion import Completion, build_completion
 from .config import EngineConfig, SamplingParams
 from .exact import build_exact, try_products
 from .follower import Delta, Follower, StreamerFeed
+from .forms_file import use_measured_forms
 from .hierarchy import Hierarchy
 from .kv_cache import KVCache, bytes_per_token
 from .levels import (
@@ -67,6 +68,7 @@ class Engine:
         levels = build_levels(model, self.config.method, self.config.exit_layers)
         if should_pack(self.config, model):
             model.pack_weights()
+        use_measured_forms(model)
         lengths = draft_lengths(self.config, len(levels) - 1)
         tree_drafter = build_tree_drafter(self.config)
         max_branched = 0 if tree_drafter is None else tree_drafter.max_nodes - 1

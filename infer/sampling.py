@@ -108,8 +108,8 @@ def gumbel_noises(
 ) -> list[Tensor]:  # [V] float32 each
     """`gumbel_noise` of several places, side by side: a batch needs a row for each sequence and token."""
     if len(places) < 2:
-        return [gumbel_noise(*place, vocab_size) for place in places]
-    return list(_workers().map(lambda place: gumbel_noise(*place, vocab_size), places))
+        return [gumbel_noise(seed, index, position, vocab_size) for seed, index, position in places]
+    return list(_workers().map(lambda place: gumbel_noise(place[0], place[1], place[2], vocab_size), places))
 
 
 @cache

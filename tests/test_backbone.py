@@ -25,7 +25,8 @@ def test_ranges_of_layers_equal_the_forward(any_base, cuts):
 
 def test_packed_weights_equal_the_forward(any_base):
     backbone = Backbone(any_base)
-    backbone.pack_weights()
+    for product in backbone.products():
+        product.pack()
     token_ids, positions = torch.arange(3, 15), torch.arange(12)
     with torch.inference_mode():
         hidden = backbone.run_layers(backbone.embed(token_ids, positions), 0, 6, positions, DenseAttention([12]))

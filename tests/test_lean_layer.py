@@ -31,7 +31,8 @@ def test_lean_layers_give_the_same_bits(make_base, architecture, packs, dtype):
     backbone = Backbone(make_base(architecture).to(dtype))
     assert all(isinstance(layer, LeanLayer) for layer in backbone._runs)
     if packs:
-        backbone.pack_weights()
+        for product in backbone.products():
+            product.pack()
     lean, expected = both_ways(backbone)
     assert torch.equal(lean, expected)
 

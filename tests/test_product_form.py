@@ -1,0 +1,174 @@
+"""Forms of products: which is taken is timed, and remembered by machine; what comes out does not depend on it."""
+
+import json
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import hispec.heads.product_trial as trial
+from hispec.heads import FormTable, measure_forms, possible_forms
+from hispec.heads.product import Product, can_pack
+from hispec.heads.product_form import guessed_forms
+from hispec.heads.product_trial import choose_form
+from hispec.infer import Engine, SamplingParams
+from hispec.infer.forms_file import use_measured_forms
+
+from .models import build_heads
+
+
+def make(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def make_product(dtype, *, packs, released=False):
+    weight = make(6, 5, dtype=torch.bfloat16 if released else dtype, seed=1).to(dtype)
+    product = Product(weight, make(6, dtype=dtype, seed=2))
+    if packs:
+        product.pack()
+    return product
+
+
+@pytest.mark.parametrize("packs", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_every_form_is_the_product(dtype, packs):
+    product = make_product(dtype, packs=packs)
+    for num_rows in (1, 2, 3, 9, 70):
+        hidden = make(1, num_rows, 5, dtype=dtype)
+        expected = F.linear(hidden, product.weight, product.bias)
+        for form in possible_forms(product.kind):
+            output = product.by_form(hidden, form)
+            assert output.shape == expected.shape
+            # In 16 bits the model's own last bits are kept.
+            torch.testing.assert_close(output, expected, **({} if dtype == torch.float32 else {"rtol": 0, "atol": 0}))
+
+
+def test_guessed_forms_are_possible_and_a_half_weight_has_but_one():
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        for packs in (False, True):
+            kind = make_product(dtype, packs=packs).kind
+            possible = possible_forms(kind) or ("usual",)
+            assert {guessed_forms(kind).form(num_rows) for num_rows in range(80)} <= set(possible)
+    half = make_product(torch.float32, packs=True, released=True)
+    if half.is_half:
+        assert possible_forms(half.kind) == ()
+        assert {guessed_forms(half.kind).form(num_rows) for num_rows in range(1, 65)} == {"packed"}
+
+
+def test_a_table_holds_from_its_starts_on():
+    table = FormTable((1, 2, 9), ("transposed-twice", "packed", "usual"))
+    assert [table.form(num_rows) for num_rows in (1, 2, 3, 8, 9, 100)] == [
+        *("transposed-twice", "packed", "packed", "packed", "usual", "usual")
+    ]
+
+
+def test_the_guess_stands_against_noise_and_falls_to_what_is_clearly_faster():
+    assert choose_form({"usual": 0.9, "packed": 1.0}, "packed") == "packed"
+    assert choose_form({"usual": 0.8, "packed": 1.0}, "packed") == "usual"
+
+
+@torch.no_grad()
+def test_a_measured_table_has_the_fastest_form_of_each_number_of_rows(monkeypatch):
+    """By a clock that only the forms move."""
+    monkeypatch.setattr(trial, "MIN_BYTES", 0)
+    now = 0.0
+
+    def by_form(self, hidden, form):
+        nonlocal now
+        rows = hidden.shape[0]
+        now += {"usual": 10, "transposed": 3 if rows < 8 else 30}.get(form, 20)
+
+    monkeypatch.setattr(Product, "by_form", by_form)
+    monkeypatch.setattr(trial.time, "perf_counter", lambda: now)
+    products = [Product(make(6, 5, seed=seed)) for seed in range(3)]
+    tables = measure_forms(products)
+    assert tables == {products[0].kind: FormTable((1, 8), ("transposed", "usual"))}
+    assert not measure_forms([Product(make(6, 5, dtype=torch.bfloat16))])
+
+
+@pytest.mark.parametrize("packs", [False, True])
+@torch.no_grad()
+def test_a_product_takes_the_form_that_it_is_told_also_when_its_weight_changes(packs, monkeypatch):
+    product = make_product(torch.float32, packs=packs)
+    form = "packed-twice" if packs and can_pack(torch.float32) else "transposed"
+    product.use_forms({product.kind: FormTable((1, 3), ("usual", form))})
+    product.weight.mul_(2)
+    if packs:
+        product.pack()
+    taken = []
+    by_form = Product.by_form
+    monkeypatch.setattr(
+        Product, "by_form", lambda self, hidden, form: taken.append(form) or by_form(self, hidden, form)
+    )
+    for num_rows in (2, 3):
+        hidden = make(num_rows, 5)
+        torch.testing.assert_close(product(hidden), F.linear(hidden, product.weight, product.bias))
+    assert taken == ["usual", form]
+
+
+@pytest.fixture
+def timed(monkeypatch, tmp_path):
+    """Products of any size count; how often they are timed."""
+    monkeypatch.setenv("HISPEC_CACHE", str(tmp_path))
+    monkeypatch.setattr(trial, "MIN_BYTES", 0)
+    calls = []
+    seconds = trial._seconds
+    monkeypatch.setattr(trial, "_seconds", lambda products, what: calls.append(what.kind) or seconds(products, what))
+    return calls
+
+
+def test_a_machine_is_measured_once(base, timed, tmp_path):
+    model = build_heads(base, "random", (1, 2))
+    use_measured_forms(model)
+    kinds = set(timed)
+    assert {product.kind for product in model.products()} == kinds
+    timed.clear()
+    use_measured_forms(build_heads(base, "random", (1, 2)))
+    assert not timed
+    # A new kind is timed by itself, and what was known stays.
+    packed = build_heads(base, "random", (1, 2))
+    packed.pack_weights()
+    use_measured_forms(packed)
+    assert not kinds & set(timed)
+    timed.clear()
+    use_measured_forms(model)
+    use_measured_forms(packed)
+    assert not timed
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda record: record["tables"][0].update(forms=["magic"] * len(record["tables"][0]["forms"])),
+        lambda record: record["tables"][0].update(starts=[0] * len(record["tables"][0]["starts"])),
+        lambda record: record["tables"][0].pop("dtype"),
+        lambda record: record["key"].update(num_threads=1000),
+    ],
+)
+def test_what_cannot_be_read_is_measured_anew(base, timed, tmp_path, spoil):
+    model = build_heads(base, "random", (1, 2))
+    use_measured_forms(model)
+    (path,) = tmp_path.rglob("*.json")
+    record = json.loads(path.read_text())
+    spoil(record)
+    path.write_text(json.dumps(record))
+    timed.clear()
+    use_measured_forms(build_heads(base, "random", (1, 2)))
+    assert timed
+
+
+@torch.no_grad()
+def test_an_engine_in_any_forms_generates_what_the_base_does(base, timed, monkeypatch):
+    model = build_heads(base, "random", (1, 2))
+    prompt = list(range(2, 9))
+    expected = base.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)[0, len(prompt) :].tolist()
+    for last in ("usual", "transposed", "transposed-twice"):
+        kinds = {product.kind for product in model.products()}
+        monkeypatch.setattr(
+            "hispec.infer.forms_file._read",
+            lambda path, last=last, kinds=kinds: dict.fromkeys(kinds, FormTable((1,), (last,))),
+        )
+        engine = Engine(model, pack_weights=False, num_draft_tokens=3)
+        (completion,) = engine.generate([prompt], SamplingParams(max_new_tokens=12, ignore_eos=True))
+        assert completion.token_ids == expected
