@@ -11,15 +11,15 @@ from tqdm import tqdm
 from .product import Product
 from .product_form import MAX_PACKED_ROWS, Form, FormTable, FormTables, ProductKind, guessed_forms, possible_forms
 
-ROW_COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, MAX_PACKED_ROWS)
+ROW_COUNTS = (1, 2, 3, 4, 8, 16, 32)
 """Numbers of rows that are timed; between two of them the form of the lower one holds."""
-MARGIN = 0.85
+MARGIN = 0.8
 """Another form than the guessed one must take at most this share of its time."""
-NUM_TURNS = 5
+NUM_TURNS = 3
 """Times that every form is timed."""
 MIN_BYTES = 2**20
 """Of a weight; smaller ones cost what any call costs, whatever the form."""
-WORKING_SET = 2**27
+WORKING_SET = 2**26
 """Bytes of weights that are read by turns, so that none is still in a cache."""
 
 
@@ -34,7 +34,7 @@ class Trial(NamedTuple):
 
 @torch.inference_mode()
 def measure_forms(products: Iterable[Product], *, show_progress: bool = False) -> FormTables:
-    """Time every form of every kind among `products`; a second or two for each kind, more for weights of 100 MB.
+    """Time every form of every kind among `products`; about a second for each kind, more for weights of 100 MB.
 
     Passes over those that are not `is_timed`.
     """

@@ -65,7 +65,7 @@ def test_a_table_holds_from_its_starts_on():
 
 def test_the_guess_stands_against_noise_and_falls_to_what_is_clearly_faster():
     assert choose_form({"usual": 0.9, "packed": 1.0}, "packed") == "packed"
-    assert choose_form({"usual": 0.8, "packed": 1.0}, "packed") == "usual"
+    assert choose_form({"usual": 0.79, "packed": 1.0}, "packed") == "usual"
 
 
 @torch.no_grad()
