@@ -47,7 +47,8 @@ class EarlyExitModel(nn.Module):
             ExitHead(config, self.backbone, self.backbone.num_layers + index) for index, config in enumerate(configs)
         )
         self._rows: list[Product | None] = [None] * len(self.heads)
-        self._forms: FormTables = {}
+        self.forms: FormTables = {}
+        """What `use_forms` was told."""
         self.is_packed = False
         """Whether `pack_weights` was called."""
         self.num_changes = 0
@@ -133,7 +134,7 @@ class EarlyExitModel(nn.Module):
         ]
         if self.is_packed:
             self.pack_weights()
-        self.use_forms(self._forms)
+        self.use_forms(self.forms)
 
     def follow_tensors(self) -> None:
         """Make the copies of weights anew, gathered or packed, where somebody has written to the base or the heads."""
@@ -163,7 +164,7 @@ class EarlyExitModel(nn.Module):
 
     def use_forms(self, forms: FormTables) -> None:
         """Compute every product in these forms, see `measure_forms`, also when the weights have changed."""
-        self._forms = forms
+        self.forms = forms
         for product in self.products():
             product.use_forms(forms)
 

@@ -42,8 +42,7 @@ class FusedLinear:
 
     def __call__(self, hidden: Tensor) -> Tensor:  # [..., T, D_in] -> [..., T, D_out]
         """The outputs of all layers, side by side."""
-        if self._linears[0].weight.data_ptr() != self._product.weight.data_ptr():
-            self._product.weight, self._product.bias = self._gather()  # the base was moved, or its dtype changed
+        self._follow()
         return self.multiply(hidden)
 
     def take(self, index: int, hidden: Tensor) -> Tensor:  # [..., T, D_in] -> [..., T, out_features of the layer]
@@ -67,7 +66,12 @@ class FusedLinear:
     @property
     def product(self) -> Product:
         """What multiplies, unless this is a `twin`."""
+        self._follow()
         return self._product
+
+    def _follow(self) -> None:
+        if self._linears[0].weight.data_ptr() != self._product.weight.data_ptr():
+            self._product.weight, self._product.bias = self._gather()  # the base was moved, or its dtype changed
 
     def _gather(self) -> tuple[Tensor, Tensor | None]:  # [D_out, D_in], [D_out]
         of_layers: list[Tensor | None] = [linear.bias for linear in self._linears]

@@ -41,7 +41,7 @@ class Product:
         if hidden.device.type != "cpu" or torch.is_grad_enabled():
             return F.linear(hidden, self.weight, self.bias)
         if hidden.dtype != self._dtype:
-            self._table = self._choose_table()  # the base's dtype was changed
+            self._follow_dtype()
         return self.by_form(hidden, self._table.form(hidden.numel() // hidden.shape[-1]))
 
     def use_forms(self, measured: FormTables) -> None:
@@ -66,6 +66,12 @@ class Product:
         packing: Packing = "half" if self.is_half else "packed" if self.is_packed else "none"
         num_outputs, num_inputs = self.weight.shape
         return ProductKind(num_outputs, num_inputs, self.weight.dtype, packing)
+
+    def _follow_dtype(self) -> None:
+        if self.is_packed:
+            self.pack(rounds=self._rounds)
+        else:
+            self._table = self._choose_table()
 
     def _choose_table(self) -> FormTable:
         self._dtype = self.weight.dtype

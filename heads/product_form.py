@@ -56,12 +56,12 @@ def guessed_forms(kind: ProductKind) -> FormTable:
     return _GUESSED.get((kind.dtype, kind.packing), _USUAL)
 
 
-def possible_forms(kind: ProductKind) -> tuple[Form, ...]:
-    """All that compute a product of this kind to what is promised of it, the usual one first."""
+def possible_forms(kind: ProductKind, num_rows: int) -> tuple[Form, ...]:
+    """All that compute so many rows of this kind to what is promised of it."""
     if kind.packing == "half":
-        return ()
+        return (guessed_forms(kind).form(num_rows),)
+    packed: tuple[Form, ...] = ("packed", "packed-twice") if kind.packing == "packed" else ()
     if kind.dtype == torch.float32:
-        packed: tuple[Form, ...] = ("packed", "packed-twice") if kind.packing == "packed" else ()
         return ("usual", *packed, "transposed", "transposed-twice")
-    # In 16 bits a product in another form has other bits, and the model's own are kept.
-    return ("usual", "packed", "packed-twice") if kind.packing == "packed" else ()
+    # In 16 bits the model's own last bits are kept, and two rows are summed in another order than one.
+    return ("usual", *(packed[:1] if num_rows == 1 else packed))

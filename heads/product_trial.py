@@ -11,8 +11,9 @@ from tqdm import tqdm
 from .product import Product
 from .product_form import MAX_PACKED_ROWS, Form, FormTable, FormTables, ProductKind, guessed_forms, possible_forms
 
-ROW_COUNTS = (1, 2, 3, 4, 8, 16, 32)
-"""Numbers of rows that are timed; between two of them the form of the lower one holds."""
+ROW_COUNTS = (1, 2, 3, 4, 8, 9, 16, 32)
+"""Numbers of rows that are timed. The form of one holds up to the next, that of the last as far as packed copies serve;
+where a guessed form begins is among them."""
 MARGIN = 0.8
 """Another form than the guessed one must take at most this share of its time."""
 NUM_TURNS = 3
@@ -20,7 +21,7 @@ NUM_TURNS = 3
 MIN_BYTES = 2**20
 """Of a weight; smaller ones cost what any call costs, whatever the form."""
 WORKING_SET = 2**26
-"""Bytes of weights that are read by turns, so that none is still in a cache."""
+"""Bytes of weights of a kind that are read by turns, so that few are still in a cache."""
 
 
 class Trial(NamedTuple):
@@ -43,8 +44,13 @@ def measure_forms(products: Iterable[Product], *, show_progress: bool = False) -
         if is_timed(product):
             by_kind[product.kind].append(product)
     trials = [
-        Trial(kind, num_rows, form, []) for kind in by_kind for num_rows in ROW_COUNTS for form in possible_forms(kind)
+        Trial(kind, num_rows, form, [])
+        for kind in by_kind
+        for num_rows in ROW_COUNTS
+        for form in possible_forms(kind, num_rows)
     ]
+    # Kinds beside each other, so that a lone weight is not read twice in a row.
+    trials.sort(key=lambda trial: (trial.num_rows, trial.form))
     # By turns, so that a noisy moment does not fall on one form alone; a first turn warms up.
     num_turns = NUM_TURNS + 1
     with tqdm(total=num_turns * len(trials), desc="products", delay=2, leave=False, disable=not show_progress) as bar:
@@ -61,7 +67,7 @@ def is_timed(product: Product) -> bool:
     """Whether there is something to choose: `measure_forms` passes over the others."""
     weight = product.weight
     is_large = weight.numel() * weight.element_size() >= MIN_BYTES
-    return weight.device.type == "cpu" and is_large and len(possible_forms(product.kind)) > 1
+    return weight.device.type == "cpu" and is_large and len(possible_forms(product.kind, ROW_COUNTS[-1])) > 1
 
 
 def _seconds(products: Sequence[Product], trial: Trial) -> float:

@@ -20,7 +20,7 @@ from ..heads import EarlyExitModel
 from .config import EngineConfig
 from .cost_model import Costs, Overhead, Table
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 NEUTRAL_OPTIONS = frozenset({"max_num_seqs", "num_blocks", "max_prefill_tokens", "plan", "replan"})
 """Options of an engine that do not change what a round takes."""
 

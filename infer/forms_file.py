@@ -3,7 +3,6 @@
 import json
 from contextlib import suppress
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,11 +19,12 @@ def use_measured_forms(model: EarlyExitModel) -> None:
     products = [product for product in model.products() if is_timed(product)]
     if not products:
         return
-    path = kept_path(_key())
-    tables = dict(_read(path))
+    # What an engine over the same model runs by stays, whatever lies on the disk.
+    tables = {**_read(), **model.forms}
     if missing := [product for product in products if product.kind not in tables]:
-        tables |= measure_forms(missing, show_progress=True)
-        _write(path, tables)
+        found = measure_forms(missing, show_progress=True)
+        tables |= found
+        _write({**_read(), **found})
     model.use_forms(tables)
 
 
@@ -32,22 +32,24 @@ def _key() -> dict[str, Any]:
     return {"format_version": FORMAT_VERSION, **device_key(torch.device("cpu"))}
 
 
-def _read(path: Path) -> FormTables:
+def _read() -> FormTables:
     """What was kept; nothing where nothing readable was."""
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = json.loads(kept_path(_key()).read_text(encoding="utf-8"))
         return dict(map(_entry, record["tables"])) if record["key"] == _key() else {}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    # In a container without a home there is no folder for it, which is a RuntimeError.
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RuntimeError):
         return {}
 
 
-def _write(path: Path, tables: FormTables) -> None:
+def _write(tables: FormTables) -> None:
     """Keep them; where the disk refuses, they will be measured again."""
     entries = [
         {**kind._asdict(), "dtype": str(kind.dtype).removeprefix("torch."), **table._asdict()}
         for kind, table in tables.items()
     ]
-    with suppress(OSError):
+    with suppress(OSError, RuntimeError):
+        path = kept_path(_key())
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, json.dumps({"key": _key(), "tables": entries}, indent=2) + "\n")
 
@@ -58,6 +60,8 @@ def _entry(values: dict[str, Any]) -> tuple[ProductKind, FormTable]:
     )
     table = FormTable(tuple(map(int, values["starts"])), tuple(values["forms"]))
     rises = table.starts[:1] == (1,) and all(a < b for a, b in pairwise(table.starts))
-    if not rises or len(table.forms) != len(table.starts) or not set(table.forms) <= set(possible_forms(kind)):
+    if not rises or len(table.forms) != len(table.starts):
         raise ValueError("no table of forms")
+    if any(form not in possible_forms(kind, start) for start, form in zip(table.starts, table.forms, strict=True)):
+        raise ValueError("a form that its kind does not have")
     return kind, table

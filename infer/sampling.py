@@ -4,8 +4,7 @@ R rows, V vocabulary. Nothing here waits for the device: what a request asks for
 """
 
 from collections.abc import Sequence as Items
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from threading import Thread
 from typing import NamedTuple
 
 import numpy as np
@@ -99,19 +98,28 @@ def gumbel_noise(seed: int, index: int, position: int, vocab_size: int) -> Tenso
     # In place: every further array of this size would be new memory from the operating system.
     np.maximum(noise, np.finfo(np.float64).tiny, out=noise)
     np.negative(np.log(noise, out=noise), out=noise)
-    return torch.from_numpy(noise).float()
+    # By NumPy: this runs in threads, and torch would start a team of its own in each.
+    return torch.from_numpy(noise.astype(np.float32))
 
 
 def gumbel_noises(
     places: Items[tuple[int, int, int]],  # seed, index and position
     vocab_size: int,
 ) -> list[Tensor]:  # [V] float32 each
-    """`gumbel_noise` of several places, side by side: a batch needs a row for each sequence and token."""
-    if len(places) < 2:
-        return [gumbel_noise(seed, index, position, vocab_size) for seed, index, position in places]
-    return list(_workers().map(lambda place: gumbel_noise(place[0], place[1], place[2], vocab_size), places))
+    """`gumbel_noise` of several places, by as many threads as torch has: a batch needs a row for every token."""
+    noises: dict[int, Tensor] = {}
 
+    def draw_every(first: int, step: int) -> None:
+        for number in range(first, len(places), step):
+            seed, index, position = places[number]
+            noises[number] = gumbel_noise(seed, index, position, vocab_size)
 
-@cache
-def _workers() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(torch.get_num_threads(), "noise")
+    # No pool: after a fork it would have no threads, and at the end of the main thread it takes no more work.
+    num_threads = max(1, min(torch.get_num_threads(), len(places)))
+    threads = [Thread(target=draw_every, args=(first, num_threads)) for first in range(1, num_threads)]
+    for thread in threads:
+        thread.start()
+    draw_every(0, num_threads)
+    for thread in threads:
+        thread.join()
+    return [noises[number] for number in range(len(places))]

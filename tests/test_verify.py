@@ -109,9 +109,14 @@ def test_shared_noise_draws_from_the_distribution():
     assert torch.equal(gumbel_noise(3, 0, 8, 9), gumbel_noise(3, 0, 8, 9))
     assert not torch.equal(gumbel_noise(3, 0, 8, 9), gumbel_noise(3, 0, 9, 9))
     assert not torch.equal(gumbel_noise(3, 0, 8, 9), gumbel_noise(3, 1, 8, 9))
-    places = [(seed, 0, position) for seed in (3, 4) for position in range(9)]
-    for place, noise in zip(places, gumbel_noises(places, 4), strict=True):
-        assert torch.equal(noise, gumbel_noise(*place, 4))
+
+
+@pytest.mark.parametrize("num_places", [0, 1, 2, 18])
+def test_noise_drawn_in_threads_is_that_of_each_place(num_places, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    places = [(seed, seed % 2, position) for seed in (3, 4) for position in range(9)][:num_places]
+    for place, noise in zip(places, gumbel_noises(places, 40_000), strict=True):
+        assert torch.equal(noise, gumbel_noise(*place, 40_000))
 
 
 def test_noise_is_finite_everywhere():
