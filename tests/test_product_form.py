@@ -46,13 +46,14 @@ def test_every_form_is_the_product(dtype, packs):
 
 
 @pytest.mark.skipif(not can_pack(torch.bfloat16), reason="this machine has no packed bfloat16 product")
-@pytest.mark.parametrize("size", [576, 1536])
 @torch.no_grad()
-def test_in_16_bits_every_form_has_the_bits_of_the_usual_one(size):
-    product = Product(make(512, size, dtype=torch.bfloat16, seed=1))
+def test_in_16_bits_every_form_has_the_bits_of_the_usual_one():
+    size = 1536
+    product = Product(make(3072, size, dtype=torch.bfloat16, seed=1))
     product.pack()
-    for num_rows in (1, 1, 1, 2, 3, 8, 32, 64):
-        hidden = make(num_rows, size, dtype=torch.bfloat16, seed=num_rows)
+    # Another order of summation shows in one of some thousand numbers.
+    for seed, num_rows in enumerate((*[1] * 12, 2, 2, 3, 8, 32, 64)):
+        hidden = make(num_rows, size, dtype=torch.bfloat16, seed=seed)
         for form in possible_forms(product.kind, num_rows):
             assert torch.equal(product.by_form(hidden, form), F.linear(hidden, product.weight)), (num_rows, form)
 
@@ -185,7 +186,7 @@ def test_an_engine_in_any_forms_generates_what_the_base_does(base, timed, monkey
     prompt = list(range(2, 9))
     expected = base.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)[0, len(prompt) :].tolist()
     for last in ("usual", "transposed", "transposed-twice"):
-        model = build_heads(base, "random", (1, 2))
+        model = build_heads(base, "random", (1, 2), draft_vocab_size=8)
         table = FormTable((1,), (last,))
         told = {product.kind: table for product in model.products()}
         monkeypatch.setattr("hispec.infer.forms_file._read", lambda told=told: told)
