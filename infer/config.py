@@ -13,6 +13,10 @@ LOSSLESS_METHODS: tuple[Method, ...] = tuple(method for method in get_args(Metho
 DraftPolicy = Literal["fixed", "dynamic"]
 PlanMode = Literal["auto"]
 
+MAX_PREFILL_TOKENS, MAX_UNDISTURBED_TOKENS = 512, 2048
+"""`EngineConfig.max_prefill_tokens` where nothing is said: of a step in which somebody decodes, and of one in which
+nobody does, and a long prompt in one piece is read a tenth faster."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
@@ -145,9 +149,10 @@ class EngineConfig:
     """Blocks of the KV cache; None makes room for `max_num_seqs` full contexts, within a quarter of the memory."""
     max_num_seqs: int = 16
     """Most sequences that run at once."""
-    max_prefill_tokens: int = 512
+    max_prefill_tokens: int | None = None
     """Most prompt tokens read in one step, by all prompts together; longer prompts are read in pieces. In every step
-    those that decode get their round: fewer tokens make their pauses shorter, more let a long prompt end sooner."""
+    those that decode get their round: fewer tokens make their pauses shorter, more let a long prompt end sooner. None
+    is 512 where somebody decodes and 2048 where nobody does."""
     pack_weights: bool | None = None
     """On a CPU, keep the weights a second time in the layout of its matrix kernels: decoding is then up to half as
     long. None does so where the copy takes at most half of the memory that is free."""
@@ -210,7 +215,6 @@ class EngineConfig:
             "num_provisional_tokens",
             "block_size",
             "max_num_seqs",
-            "max_prefill_tokens",
             "min_ngram",
             "num_ngram_tokens",
             "lookahead_window",
@@ -219,6 +223,8 @@ class EngineConfig:
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.max_prefill_tokens is not None and self.max_prefill_tokens < 1:
+            raise ValueError(f"max_prefill_tokens is {self.max_prefill_tokens}; it must be at least 1")
         if self.max_ngram < self.min_ngram:
             raise ValueError(f"max_ngram is {self.max_ngram}, less than min_ngram, {self.min_ngram}; raise it")
         if self.ngram_drafts and self.method not in ("single-layer", "hispec"):

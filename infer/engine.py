@@ -18,7 +18,7 @@ from .attention import can_use_varlen
 from .auto_plan import make_plan
 from .block_manager import BlockManager
 from .completion import Completion, build_completion
-from .config import EngineConfig, SamplingParams
+from .config import MAX_PREFILL_TOKENS, MAX_UNDISTURBED_TOKENS, EngineConfig, SamplingParams
 from .exact import build_exact, try_products
 from .follower import Delta, Follower, StreamerFeed
 from .forms_file import use_measured_forms
@@ -126,9 +126,10 @@ class Engine:
         self._scheduler = Scheduler(
             BlockManager(num_blocks, self.config.block_size),
             self.config.max_num_seqs,
-            self.config.max_prefill_tokens,
+            self.config.max_prefill_tokens or MAX_PREFILL_TOKENS,
             max_proposed(self.config, len(levels) - 1),
             max_branched,
+            max_undisturbed=self.config.max_prefill_tokens or MAX_UNDISTURBED_TOKENS,
         )
         self._num_changes = model.num_changes
         self._request_ids = itertools.count()

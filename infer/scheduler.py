@@ -4,9 +4,10 @@
 blocks. One that does not fit yet may be overtaken by `MAX_OVERTAKEN` later ones that do; then the line stands still
 until there is room for it. Nobody waits for ever: those that run end, and nobody passes any more.
 
-*Reading in* (prefill): all that run and are not read to the end share `max_prefill_tokens` a step. Half goes to the one
-that came first, which so comes to its end however many short ones arrive; the rest to those with the fewest tokens
-left, so that a short prompt does not wait for a long one. Those that are read decode in every step meanwhile.
+*Reading in* (prefill): all that run and are not read to the end share the prompt tokens of a step, which may be more
+while nobody decodes and would have to wait. Half goes to the one that came first, which so comes to its end however
+many short ones arrive; the rest to those with the fewest tokens left, so that a short prompt does not wait for a long
+one. Those that are read decode in every step meanwhile.
 
 *Giving way*: when blocks run out, the running sequence that came last gives all its blocks back. It is first in line
 then, cannot be overtaken, and reads its prompt and committed tokens anew. The first to come never gives way, so
@@ -31,11 +32,14 @@ class Scheduler:
         max_prefill_tokens: int,
         max_proposed: int,
         max_branched: int = 0,  # tokens of other branches that a sequence may have a place for, besides those proposed
+        *,
+        max_undisturbed: int | None = None,  # `max_prefill_tokens` of a step in which nobody decodes; None is the same
     ) -> None:
         self._max_branched = max_branched
         self._block_manager = block_manager
         self._free_rows = list(range(max_num_seqs))[::-1]
         self._max_prefill_tokens = max_prefill_tokens
+        self._max_undisturbed = max_prefill_tokens if max_undisturbed is None else max_undisturbed
         self._max_proposed = max_proposed
         self._arrivals = itertools.count()
         self.waiting: deque[Sequence] = deque()
@@ -65,7 +69,8 @@ class Scheduler:
         self._admit()
         for sequence in decoding if self._max_branched else ():
             self._branch_out(sequence)
-        return self._share_out([sequence for sequence in self.running if not sequence.is_read]), decoding
+        reading = [sequence for sequence in self.running if not sequence.is_read]
+        return self._share_out(reading, self._max_prefill_tokens if decoding else self._max_undisturbed), decoding
 
     def finish(self, sequence: Sequence) -> None:
         """Take back what a sequence holds, running or waiting."""
@@ -124,9 +129,8 @@ class Scheduler:
         num_growing = sum(needed(running.max_length) > len(running.block_table) for running in self.running)
         return needed(self._num_tokens(sequence)) + num_growing <= self._block_manager.num_free
 
-    def _share_out(self, reading: list[Sequence]) -> list[Chunk]:
-        """Half of the step's tokens for the prompt that came first, the rest for those with the fewest left to read."""
-        left = self._max_prefill_tokens
+    def _share_out(self, reading: list[Sequence], left: int) -> list[Chunk]:
+        """Half of `left` tokens for the prompt that came first, the rest for those with the fewest left to read."""
         shares = dict.fromkeys(reading, 0)
         first = [(sequence, -(-left // 2)) for sequence in reading[:1]]
         for sequence, limit in first + [

@@ -46,13 +46,15 @@ def read(chunks):
     max_num_seqs=st.integers(1, 5),
     max_proposed=st.integers(1, 6),
     max_prefill_tokens=st.integers(1, 20),
+    more_undisturbed=st.integers(0, 20),
     emitted=st.lists(st.integers(1, 7), min_size=1, max_size=20),
 )
 def test_all_finish_in_spite_of_a_small_pool(
-    requests, num_blocks, max_num_seqs, max_proposed, max_prefill_tokens, emitted
+    requests, num_blocks, max_num_seqs, max_proposed, max_prefill_tokens, more_undisturbed, emitted
 ):
     manager = BlockManager(num_blocks, 3)
-    scheduler = Scheduler(manager, max_num_seqs, max_prefill_tokens, max_proposed)
+    most_undisturbed = max_prefill_tokens + more_undisturbed
+    scheduler = Scheduler(manager, max_num_seqs, max_prefill_tokens, max_proposed, max_undisturbed=most_undisturbed)
     arrivals = [(when, make_sequence(i, p, n)) for i, (p, n, when, _) in enumerate(requests)]
     sequences = [sequence for _, sequence in arrivals]
     aborts = {i: aborted - when for i, (_, _, when, aborted) in enumerate(requests) if aborted is not None}
@@ -77,12 +79,13 @@ def test_all_finish_in_spite_of_a_small_pool(
         assert decoding == [sequence for sequence in scheduler.running if sequence.is_read]
         unread = [sequence for sequence in scheduler.running if not sequence.is_read]
         num_read = sum(stop - start for _, start, stop in chunks)
-        assert num_read == min(max_prefill_tokens, sum(sequence.num_unread for sequence in unread))
+        most = max_prefill_tokens if decoding else most_undisturbed
+        assert num_read == min(most, sum(sequence.num_unread for sequence in unread))
         for sequence, _, stop in chunks:
             assert len(sequence.block_table) * 3 >= stop
         if unread:
             start, stop = next((start, stop) for sequence, start, stop in chunks if sequence is unread[0])
-            assert stop - start >= min(unread[0].num_unread, max_prefill_tokens / 2)
+            assert stop - start >= min(unread[0].num_unread, most / 2)
         for sequence in decoding:
             reach = min(len(sequence.token_ids) + max_proposed, sequence.max_length)
             assert len(sequence.block_table) * 3 >= reach
