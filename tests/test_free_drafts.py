@@ -295,7 +295,7 @@ def test_two_sources_have_the_distribution_of_the_base(five_tokens, eager, metho
 def test_copies_with_the_probabilities_of_another_source_are_found_out(five_tokens, eager, monkeypatch):
     mutate_ngram_probs(monkeypatch)
     sampling = SAMPLINGS["plain"]
-    counts, _ = sample(five_tokens, sampling, seeded=False, method="single-layer", num_samples=1500, ngram_drafts=True)
+    counts, _ = sample(five_tokens, sampling, seeded=False, method="single-layer", num_samples=4000, ngram_drafts=True)
     assert not is_lossless(five_tokens, counts, sampling), deviations(five_tokens, counts, sampling)
 
 
