@@ -54,14 +54,18 @@ def make_plan(
         # Copied drafts cost nothing where there are none, so they go with every choice.
         is_plain = made.engine.method == "autoregressive"
         planned |= {"method": "ngram", "ngram_drafts": None} if is_plain else {"ngram_drafts": True}
-    return made, {**options, **planned}, build_policy(costs, acceptance, made.engine)
+    # Elsewhere the host would wait for the device at each token, which costs more than a token too many.
+    by_confidence = model.backbone.device.type == "cpu"
+    return made, {**options, **planned}, build_policy(costs, acceptance, made.engine, by_confidence=by_confidence)
 
 
-def build_policy(costs: Costs, acceptance: Acceptance, engine: Setting) -> CostPolicy | None:
+def build_policy(
+    costs: Costs, acceptance: Acceptance, engine: Setting, *, by_confidence: bool = False
+) -> CostPolicy | None:
     """For rounds of an engine with these exits and longest drafts; texts begin with the measured shares."""
     choice = build_choice(costs, acceptance, engine)
     shares = [acceptance.hops[hop][0] for hop in pairwise([*engine.exit_layers, costs.num_layers])]
-    return None if choice is None else CostPolicy(choice, shares)
+    return None if choice is None else CostPolicy(choice, shares, by_confidence=by_confidence)
 
 
 def model_costs(

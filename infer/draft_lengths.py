@@ -2,11 +2,13 @@
 
 The choice is that of the planner, made anew for the sequences that run and for what was kept of their own drafts: the
 most tokens a second, the shortest of lengths that are alike, and nothing where drafts do not win by `planner.margin`.
+Within a round `SingleLayerLengths.num_worth` says from the confidence of each drafted token whether another one pays.
 """
 
 from collections import Counter
 from collections.abc import Sequence as Items
 from functools import lru_cache
+from itertools import accumulate
 from typing import NamedTuple, Protocol
 
 from .cost_model import Acceptance, Costs, Setting, drafted_token_seconds, predict, verified_draft_seconds
@@ -33,8 +35,16 @@ class LengthChoice(Protocol):
     shortest: Lengths
     """The shortest draft there is."""
 
-    def __call__(self, shares: Items[Shares]) -> Items[Lengths]:
+    def __call__(self, shares: Items[Shares]) -> "Choice":
         """In the order of the sequences."""
+
+
+class Choice(NamedTuple):
+    """What a round does."""
+
+    lengths: Items[Lengths]
+    tokens_per_second: float
+    """That the batch then commits."""
 
 
 class SingleLayerLengths:
@@ -49,15 +59,35 @@ class SingleLayerLengths:
         self._seconds = lru_cache(maxsize=None)(self._seconds_at)
         self._choose = lru_cache(maxsize=MAX_CHOICES)(self._choose_on_grid)
 
-    def __call__(self, shares: Items[Shares]) -> Items[Lengths]:
+    def __call__(self, shares: Items[Shares]) -> Choice:
         """As `LengthChoice`."""
         steps = [round(share * GRID) for (share,) in shares]
-        lengths = self._choose(tuple(sorted(steps)))
-        return [lengths[step] for step in steps]
+        lengths, rate = self._choose(tuple(sorted(steps)))
+        return Choice([lengths[step] for step in steps], rate)
 
-    def _choose_on_grid(self, steps: tuple[int, ...]) -> dict[int, Lengths]:
-        """By step. Tokens join a round in the order of how likely they are kept, sequences that are alike together, and
-        the best round on this way is taken."""
+    def num_worth(
+        self,
+        chances: Items[float],  # falling: of sequences that may draft another token, that the target keeps it
+        batch_size: int,
+        num_drafted: int,  # tokens of the whole batch that this round has drafted
+        tokens_per_second: float,  # that time is worth
+    ) -> int:
+        """How many of them, the first ones, should draft it in one pass; its cost has the target's further rows too."""
+        seconds = self._seconds(batch_size)
+        verified = seconds.verified[num_drafted]
+        gains = [
+            kept - tokens_per_second * (seconds.drafted[number] + seconds.verified[num_drafted + number] - verified)
+            for number, kept in enumerate(accumulate(chances), 1)
+        ]
+        best = max(gains, default=0.0)
+        return gains.index(best) + 1 if best > 0 else 0
+
+    def _choose_on_grid(self, steps: tuple[int, ...]) -> tuple[dict[int, Lengths], float]:
+        """By step, and the tokens a second.
+
+        Tokens join a round in the order of how likely they are kept, sequences that are alike together, and the best
+        round on this way is taken.
+        """
         batch_size, seconds = len(steps), self._seconds(len(steps))
         numbers = Counter(steps)
         # Behind tokens that are kept for certain one is as likely as those before it, and still comes after them.
@@ -75,9 +105,10 @@ class SingleLayerLengths:
             drafting += seconds.drafted[num_active[place]] - seconds.drafted[before]
             rates.append((num_kept / (drafting + seconds.verified[num_drafted]), place_in_line))
         lengths = dict.fromkeys(steps, 0)
-        for _, _, step in joining[: _shortest_of_the_best(rates, batch_size)]:
+        num_joined = _shortest_of_the_best(rates, batch_size)
+        for _, _, step in joining[:num_joined]:
             lengths[step] += 1
-        return {step: (length,) for step, length in lengths.items()}
+        return {step: (length,) for step, length in lengths.items()}, rates[num_joined][0]
 
     def _seconds_at(self, batch_size: int) -> "_RoundSeconds":
         costs, exit_layer = self._costs, self._exit_layer
@@ -101,12 +132,13 @@ class HispecLengths:
         self._settings = [each for each in candidates(exit_layers) if each.exit_layers == exit_layers]
         self._choose = lru_cache(maxsize=MAX_CHOICES)(self._choose_on_grid)
 
-    def __call__(self, shares: Items[Shares]) -> Items[Lengths]:
+    def __call__(self, shares: Items[Shares]) -> Choice:
         """As `LengthChoice`."""
         steps = tuple(round(sum(level) / len(level) * HISPEC_GRID) for level in zip(*shares, strict=True))
-        return [self._choose(len(shares), steps)] * len(shares)
+        lengths, rate = self._choose(len(shares), steps)
+        return Choice([lengths] * len(shares), rate)
 
-    def _choose_on_grid(self, batch_size: int, steps: tuple[int, ...]) -> Lengths:
+    def _choose_on_grid(self, batch_size: int, steps: tuple[int, ...]) -> tuple[Lengths, float]:
         shares = [shifted_shares(kept, step / HISPEC_GRID) for kept, step in zip(self._kept, steps, strict=True)]
         acceptance = Acceptance(hops=dict(zip(self._hops, shares, strict=True)))
 
@@ -117,10 +149,9 @@ class HispecLengths:
         rates = [(rate(each), sum(length)) for each, length in zip(self._settings, lengths, strict=True)]
         # From the shortest to the longest, as `_shortest_of_the_best` looks through them.
         order = sorted(range(len(rates)), key=lambda k: (rates[k][1], -rates[k][0]))
-        place = _shortest_of_the_best(
-            [(rate(AUTOREGRESSIVE), 0), *((rates[k][0], place) for place, k in enumerate(order, 1))], batch_size
-        )
-        return lengths[order[place - 1]] if place else (0, 0)
+        rising = [(rate(AUTOREGRESSIVE), 0), *((rates[k][0], place) for place, k in enumerate(order, 1))]
+        place = _shortest_of_the_best(rising, batch_size)
+        return lengths[order[place - 1]] if place else (0, 0), rising[place][0]
 
 
 def build_choice(costs: Costs, acceptance: Acceptance, longest: Setting) -> LengthChoice | None:

@@ -63,7 +63,8 @@ class Hierarchy:
         self._read = partial(read_logits, vocab_size=runner.model.backbone.vocab_size, one_by_one=is_exact)
         self._generator = generator
         self._top = len(runner.levels) - 1
-        self._asks_confidence = not all(isinstance(policy, FixedPolicy) for policy in policies)
+        by_confidence = round_policy is not None and round_policy.by_confidence
+        self._asks_confidence = by_confidence or not all(isinstance(policy, FixedPolicy) for policy in policies)
         self._drafter = Drafter(
             runner, generator, asks_confidence=self._asks_confidence, one_by_one=is_exact, origin=self._first_name
         )
@@ -96,7 +97,7 @@ class Hierarchy:
             self._trees.round(sequences)
             return
         if self._round_policy is not None:
-            # Before any token of the round is drawn: its length may depend on nothing but tokens that are verified.
+            # Before any token of the round is drawn: who drafts may depend on nothing but tokens that are verified.
             chosen = self._round_policy.choose([sequence.kept_shares for sequence in sequences])
             for sequence, asked in zip(sequences, chosen, strict=True):
                 sequence.asked = asked
@@ -106,24 +107,36 @@ class Hierarchy:
                     self._runner.complete_head(level, behind)
         self._verify(self._top, sequences)
 
+    def _longest(self, level: int, sequence: Sequence) -> int:
+        """The most tokens that the next level asks of `level` in this round."""
+        asked, rounds = sequence.asked, self._round_policy
+        if asked is None or (rounds is not None and rounds.by_confidence and any(asked)):
+            return self._policies[level].length(sequence.kept_shares[level])
+        return asked[level]
+
     def _propose(self, level: int, sequences: list[Sequence]) -> None:
         """Let the wanted tokens leave `level`, fewer where its policy stops; above the lowest it may be some more."""
         propose = self._draft if level == 0 else partial(self._verify, level)
-        policy = self._policies[level]
-        while active := [
-            sequence
-            for sequence in sequences
-            if len(sequence.proposed[level]) < sequence.wanted[level]
-            and (not sequence.proposed[level] or policy.goes_on(sequence.reach(level)))
-        ]:
+        while active := self._going_on(level, sequences):
             propose(active)
+
+    def _going_on(self, level: int, sequences: list[Sequence]) -> list[Sequence]:
+        policy, rounds = self._policies[level], self._round_policy
+        active = [s for s in sequences if len(s.proposed[level]) < s.wanted[level]]
+        if rounds is None or not rounds.by_confidence:
+            return [s for s in active if not s.proposed[level] or policy.goes_on(s.reach(level))]
+        beginning = [s for s in active if not s.proposed[level]]
+        if beginning or not active:
+            return beginning
+        chances = [s.reach(level) * s.kept_shares[level] for s in active]
+        num_drafted = sum(len(s.proposed[level]) for s in sequences)
+        return [active[place] for place in rounds.going_on(chances, num_drafted)]
 
     def _draft(self, sequences: list[Sequence]) -> None:
         """Draw tokens at the lowest level: all that are wanted, or one where it decides about the next."""
         with self._timed(0, sequences):
-            is_fixed = isinstance(self._policies[0], FixedPolicy)
             counts = [1] * len(sequences)
-            if is_fixed and not any(sequence.params.has_penalties for sequence in sequences):
+            if not self._asks_confidence and not any(sequence.params.has_penalties for sequence in sequences):
                 counts = [sequence.wanted[0] - len(sequence.proposed[0]) for sequence in sequences]
             order = sorted(range(len(sequences)), key=lambda b: -counts[b])
             ordered = [sequences[b] for b in order]
@@ -140,10 +153,8 @@ class Hierarchy:
         if has_drafts:
             # Below the target the added token needs room too; the target's own is what the room leaves.
             num_added = 0 if level == self._top else 1
-            policy = self._policies[level - 1]
             for s in sequences:
-                length = policy.length(s.kept_shares[level - 1]) if s.asked is None else s.asked[level - 1]
-                s.wanted[level - 1] = min(length, s.room - num_added)
+                s.wanted[level - 1] = min(self._longest(level - 1, s), s.room - num_added)
             if self._proposer is not None:
                 self._proposer.propose(sequences)
                 # A lossy one may have finished some by itself.

@@ -78,7 +78,8 @@ class NgramProposer:
         shares = sequence.kept_shares
         lengths = [policy.length(share) for policy, share in zip(self._policies, shares, strict=True)]
         cost = exits_cost(self._exit_layers, self._num_layers, lengths, shares)
-        return exits_rate(shares[-1], sequence.wanted[-1], cost, num_seqs)
+        length = sequence.wanted[-1] if sequence.asked is None else min(sequence.wanted[-1], sequence.asked[-1])
+        return exits_rate(shares[-1], length, cost, num_seqs)
 
     def _look_up(self, sequence: Sequence) -> Continuation:
         """What its newest tokens were followed by; learns from what came of the last look, used or not."""

@@ -68,9 +68,9 @@ class Sequence:
     num_plain_rounds: int = 0
     """Rounds in a row in which nothing was drafted for it."""
     asked: tuple[int, ...] | None = None
-    """By level below the target: the longest draft in this round, where a `RoundPolicy` chose before it began."""
+    """By level below the target: the length of drafts in this round, where a `RoundPolicy` chose before it began."""
     wanted: list[int] = field(init=False)
-    """By level below the target: how many tokens the next level asks of it in this round."""
+    """By level below the target: how many tokens the next level asks of it in this round, at most."""
     block_table: list[int] = field(default_factory=list)
     window_row: int = -1
     """This sequence's place in the buffers of hidden states, while it runs."""

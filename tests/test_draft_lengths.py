@@ -35,7 +35,7 @@ def single(costs, found=SOME):
 
 
 def lengths_of(choice, batch):
-    return [length for (length,) in choice([(share,) for share in batch])]
+    return [length for (length,) in choice([(share,) for share in batch]).lengths]
 
 
 def rate(costs, found, batch, lengths):
@@ -126,7 +126,7 @@ def test_dearer_drafts_are_shorter(costs, draft_target, batch, by):
 @given(costs_of_machines(), st.integers(1, 12))
 def test_nothing_kept_is_nothing_drafted(costs, size):
     assert lengths_of(single(costs), [0.0] * size) == [0] * size
-    assert set(HispecLengths(costs, SOME, EXITS)([(0.0, 0.0)] * size)) == {(0, 0)}
+    assert set(HispecLengths(costs, SOME, EXITS)([(0.0, 0.0)] * size).lengths) == {(0, 0)}
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8, 16])
@@ -137,9 +137,11 @@ def test_what_was_measured_leads_to_what_the_plan_says(size):
     for method, exits, number, provisional in (("single-layer", EXITS[:1], MOST, 1), ("hispec", EXITS, MOST, 8)):
         longest = Setting(method=method, exit_layers=exits, num_draft_tokens=number, num_provisional_tokens=provisional)
         first = (0.7,) if method == "single-layer" else (0.8, 0.9)
-        (lengths,) = set(build_choice(costs, found, longest)([first] * size))
+        lengths, tokens_per_second = build_choice(costs, found, longest)([first] * size)
+        (lengths,) = set(lengths)
         if longest != made.engine:
             continue
+        assert tokens_per_second == pytest.approx(made.engine_choices[size].tokens_per_second)
         chosen = made.engine_choices[size].setting
         expected = (chosen.num_draft_tokens, chosen.num_provisional_tokens)[: len(lengths)]
         assert lengths == (expected if chosen != AUTOREGRESSIVE else (0,) * len(lengths))
@@ -190,6 +192,52 @@ def test_shares_change_together(measured, low, high):
     assert all(a <= b + 1e-12 for a, b in zip(below, above, strict=True))
     assert shifted_shares(measured, 0.0) == (0.0,)
     assert shifted_shares(measured, 1.0) == (1.0,)
+
+
+chances = st.lists(st.floats(0, 1), min_size=1, max_size=8).map(lambda found: sorted(found, reverse=True))
+
+
+@settings(deadline=None, max_examples=50)
+@given(costs_of_machines(), chances, st.integers(0, 4), st.integers(0, 8), st.floats(0, 3))
+def test_no_other_number_of_sequences_gains_more_by_another_token(costs, chances, others, drafted, worth):
+    size = len(chances) + others
+    drafted = max(len(chances), min(drafted, MOST * size - len(chances)))
+    tokens_per_second = worth * predict(AUTOREGRESSIVE, costs, SOME, size).tokens_per_second
+
+    def gain(number):
+        before, after = (verified_draft_seconds(costs, EXITS[0], size, n / size) for n in (drafted, drafted + number))
+        drawing = drafted_token_seconds(costs, EXITS[0], number) if number else 0.0
+        return sum(chances[:number]) - tokens_per_second * (drawing + after - before)
+
+    number = single(costs).num_worth(chances, size, drafted, tokens_per_second)
+    best = max(gain(each) for each in range(len(chances) + 1))
+    assert gain(number) == pytest.approx(best, abs=1e-9)
+
+
+def test_nothing_more_is_drafted_where_time_is_worth_more_and_everything_where_it_is_worth_nothing():
+    assert single(COSTS).num_worth([1.0, 0.9], 2, 2, 1e9) == 0
+    assert single(COSTS).num_worth([1.0, 0.9, 0.1], 3, 3, 0.0) == 3
+    assert single(COSTS).num_worth([], 2, 2, 1.0) == 0
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=8), st.floats(0.3, 0.95))
+def test_the_likeliest_go_on(chances, share):
+    policy = CostPolicy(single(COSTS), [share], by_confidence=True)
+    assert policy.by_confidence
+    assert not CostPolicy(single(COSTS), [share]).by_confidence
+    policy.choose([[share]] * (len(chances) + 1))
+    going = policy.going_on(chances, len(chances))
+    assert len(set(going)) == len(going)
+    left = [each for place, each in enumerate(chances) if place not in going]
+    assert all(chances[place] >= max(left, default=0.0) for place in going)
+    # One that surely stands goes on before all others, and one that cannot stand never.
+    assert len(policy.going_on([1.0, *chances], len(chances) + 1)) >= len(going)
+    assert policy.going_on([0.0] * len(chances), len(chances)) == []
+
+
+def test_pairs_of_exits_have_lengths_alone():
+    assert not CostPolicy(HispecLengths(COSTS, SOME, EXITS), [0.5, 0.5], by_confidence=True).by_confidence
 
 
 def never(found=0.2):

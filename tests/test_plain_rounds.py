@@ -22,8 +22,10 @@ SPARSE = {"num_draft_tokens": 3, "num_provisional_tokens": 4, "block_size": 4}
 class Script:
     """A policy that does as it is told: `ask(round, sequence)` is the number of tokens for each level."""
 
-    def __init__(self, ask, num_levels):
+    def __init__(self, ask, num_levels, *, by_confidence=False):
         self._ask, self._num_levels, self.num_rounds = ask, num_levels, 0
+        self.by_confidence = by_confidence
+        self.num_going_on = []
 
     def first_shares(self):
         return [0.5] * self._num_levels
@@ -32,6 +34,15 @@ class Script:
         asked = [self._ask(self.num_rounds, place) for place in range(len(kept_shares))]
         self.num_rounds += 1
         return [(number,) * self._num_levels for number in asked]
+
+    def going_on(self, chances, num_drafted):
+        """Chances decide, and chance: whoever is sure goes on more often."""
+        assert num_drafted >= len(chances) > 0
+        assert all(0 < each <= 1 for each in chances)
+        draws = random.Random(f"{self.num_rounds} {num_drafted}")
+        going = [place for place, each in enumerate(chances) if draws.random() < 0.3 + each]
+        self.num_going_on.append(len(going))
+        return going
 
     def updated_share(self, level, kept_share, num_drafted, num_accepted, num_plain_rounds):
         assert num_plain_rounds >= 0
@@ -53,8 +64,8 @@ def scripted(monkeypatch):
     """Make engines whose rounds a script decides; short windows wrap soon."""
     monkeypatch.setattr(levels, "MAX_LAG", 5)
 
-    def make(model, ask, *, method="single-layer", **options):
-        script = Script(ask, {"single-layer": 1, "hispec": 2}[method])
+    def make(model, ask, *, method="single-layer", by_confidence=False, **options):
+        script = Script(ask, {"single-layer": 1, "hispec": 2}[method], by_confidence=by_confidence)
         with monkeypatch.context() as patch:
             patch.setattr(engine_module, "make_plan", lambda model, options, build: (None, options, script))
             return Engine(model, plan="auto", method=method, **({"num_blocks": 200} | SPARSE | options))
@@ -239,6 +250,24 @@ def test_texts_do_not_depend_on_lengths(base, scripted, quality):
         assert 0 < target.drafted_per_position[0] < target.num_rounds
 
 
+@pytest.mark.parametrize("quality", ["good", "random"])
+def test_texts_do_not_depend_on_confidence(base, scripted, quality):
+    base = shallow(base, 2 if quality == "good" else 4)
+    expected = [reference(base, prompt, 30) for prompt in RAGGED]
+    for method, blocks in (("single-layer", 200), ("single-layer", 28), ("hispec", 200)):
+        model = build_heads(base, quality, head="block", committed_context=True)
+        engine = scripted(
+            model, randomly("confident"), method=method, by_confidence=True, num_draft_tokens=4, num_blocks=blocks
+        )
+        completions = engine.generate(RAGGED, params_of(30))
+        assert [completion.token_ids for completion in completions] == expected
+        assert (engine.stats.num_prefills > len(RAGGED)) == (blocks == 28)
+        # Some went on without others, and some rounds drafted nothing.
+        assert len(set(engine._hierarchy._round_policy.num_going_on)) > 2
+        target = engine.stats.levels["target"]
+        assert 0 < target.drafted_per_position[1] < target.drafted_per_position[0] < target.num_rounds
+
+
 @pytest.mark.parametrize(
     "architecture",
     ["qwen2-window", pytest.param("gemma2", marks=pytest.mark.slow), pytest.param("opt", marks=pytest.mark.slow)],
@@ -276,15 +305,17 @@ def test_heads_are_right_whatever_happens_to_their_mates(base, scripted):
 
 
 @pytest.mark.parametrize(
-    ("method", "seeded"),
+    ("method", "seeded", "by_confidence"),
     [
-        ("hispec", False),
-        pytest.param("single-layer", False, marks=pytest.mark.slow),
-        pytest.param("hispec", True, marks=pytest.mark.slow),
+        ("hispec", False, False),
+        ("single-layer", False, True),
+        pytest.param("single-layer", False, False, marks=pytest.mark.slow),
+        pytest.param("hispec", True, False, marks=pytest.mark.slow),
+        pytest.param("hispec", False, True, marks=pytest.mark.slow),
     ],
 )
-def test_the_distribution_does_not_depend_on_lengths(sampled_model, monkeypatch, method, seeded):  # noqa: F811
-    script = Script(randomly("sampled", 2), {"single-layer": 1, "hispec": 2}[method])
+def test_the_distribution_does_not_depend_on_lengths(sampled_model, monkeypatch, method, seeded, by_confidence):  # noqa: F811
+    script = Script(randomly("sampled", 2), {"single-layer": 1, "hispec": 2}[method], by_confidence=by_confidence)
     monkeypatch.setattr(engine_module, "make_plan", lambda model, options, build: (None, options, script))
     counts, engine = sample(sampled_model, PLAIN, seeded=seeded, method=method, num_samples=1500, plan="auto")
     assert is_lossless(sampled_model, counts, PLAIN), deviations(sampled_model, counts, PLAIN)
