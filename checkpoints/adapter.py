@@ -92,10 +92,10 @@ def load_adapter(
 ) -> EarlyExitModel:
     """The base with the exit heads of an adapter, in the base's dtype and on its device.
 
-    `source` is a folder or a hub id, `revision` the adapter's on the hub. Without `base` the one that the
-    adapter names is loaded in `dtype` on `device`. Raises ValueError, naming what is wrong, unless it is
-    the base that the heads were saved with and every tensor fits. What run.json tells of measured acceptance is the
-    model's `acceptance`.
+    `source` is a folder or a hub id, `revision` the adapter's on the hub; `user/name@revision` says both. Without
+    `base` the one that the adapter names is loaded in `dtype` on `device`. Raises ValueError, naming what is wrong,
+    unless it is the base that the heads were saved with and every tensor fits. What run.json tells of measured
+    acceptance is the model's `acceptance`.
     """
     folder = _find(str(source), revision)
     config = _read_config(folder)
@@ -173,13 +173,16 @@ def _find(source: str, revision: str | None) -> Path:
     folder = Path(source).expanduser()
     if source and folder.is_dir():
         return folder
+    repo, _, pinned = source.partition("@")
+    if revision is None and pinned and is_hub_id(repo) and not folder.exists():
+        source, revision = repo, pinned
     if is_hub_id(source):
         folder = download(source, revision, [*ADAPTER_FILES, *VERIFIER_FILES])
         for name in (CONFIG_FILE, WEIGHTS_FILE):
             if not (folder / name).is_file():
                 raise ValueError(f"{source!r} holds no {name}, so it is no adapter of hispec; check the name")
         return folder
-    raise ValueError(f"the adapter {source!r} is no folder here and no hub id (user/name); check the path")
+    raise ValueError(f"the adapter {source!r} is no folder here and no hub id (user/name[@revision]); check the path")
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from ..checkpoints import fingerprint, package_versions, write_atomically
+from ..checkpoints import fingerprint, heads_fingerprint, package_versions, write_atomically
 from ..recipes import resolve_model
 from . import plan_command
 from .bench_file import BenchFile, round_key
@@ -220,6 +220,7 @@ def describe_run(
         "model": shorten(source),
         "adapter": None if options.adapter is None else shorten(str(options.adapter)),
         "weights": fingerprint(base)["weights"],
+        "heads": heads_fingerprint(engine.model.heads),
         "exit_layers": list(engine.model.exit_layers),
         "dtype": str(base.dtype).removeprefix("torch."),
         "device": torch.cuda.get_device_name() if base.device.type == "cuda" else base.device.type,

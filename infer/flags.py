@@ -32,8 +32,10 @@ def build_parser() -> argparse.ArgumentParser:
         prog="hispec-infer",
         description="Generate text with a model's own output, sooner: early exits draft, the full depth decides.",
     )
-    parser.add_argument("--model", default="smollm2", metavar="NAME", help="alias, hub id or folder (default: smollm2)")
-    parser.add_argument("--adapter", metavar="NAME", help="folder or hub id of the heads (default: the shipped ones)")
+    parser.add_argument(
+        "--model", default="smollm2", metavar="NAME", help="alias, folder or hub id[@revision] (default: smollm2)"
+    )
+    parser.add_argument("--adapter", metavar="NAME", help="folder or hub id[@revision] of the heads (default: shipped)")
     _add_prompt_flags(parser.add_argument_group("prompts"))
     _add_sampling_flags(parser.add_argument_group("sampling"))
     _add_running_flags(parser.add_argument_group("running"))

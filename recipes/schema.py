@@ -14,6 +14,9 @@ from .exit_layers import check_written, parse_exit_layers
 from .loss_mixture import parse_loss
 from .plain_values import parse, read_yaml
 
+PINNED = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w-][\w.-]*)@(?P<revision>[\w][\w./-]*)")
+"""A hub id with a branch, tag or commit."""
+
 ScheduleName = Literal["cosine", "linear", "constant"]
 OptimizerName = Literal["adamw", "muon"]
 PrecisionName = Literal["fp32", "bf16", "fp16"]
@@ -274,14 +277,17 @@ def load_recipe(name: str | Path) -> Recipe:
 
 
 def resolve_model(name: str) -> ModelRecipe:
-    """The base model that an alias, a hub id, a folder or a `package:` source stands for."""
+    """The base model that an alias, a hub id (`user/name[@revision]`), a folder or a `package:` source stands for."""
     if name in list_recipes():
         return load_recipe(name).model
+    if (pinned := PINNED.fullmatch(name)) and not Path(name).exists():
+        return ModelRecipe(source=pinned["repo"], revision=pinned["revision"])
     # The empty text would be the folder at hand.
     if name and ("/" in name or name.startswith("package:") or Path(name).expanduser().is_dir()):
         return ModelRecipe(source=name)
     raise ValueError(
-        f"the model {name!r} is unknown; give an alias ({', '.join(list_recipes())}), a hub id (user/name) or a folder"
+        f"the model {name!r} is unknown; give an alias ({', '.join(list_recipes())}), a hub id (user/name[@revision]) "
+        "or a folder"
     )
 
 

@@ -1,5 +1,6 @@
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -425,6 +426,19 @@ class TestSource:
 
         monkeypatch.setattr("hispec.checkpoints.hub.snapshot_download", snapshot_download)
         assert load_adapter("org/heads", base, revision="v1").exit_layers == (2, 4)
+        assert load_adapter("org/heads@v1", base).exit_layers == (2, 4)
+
+    @pytest.mark.parametrize("source", ["org/heads@v1", "folder@v1", "org/heads@", "@v1"])
+    def test_a_revision_is_said_once_and_of_a_hub_id(self, base: PreTrainedModel, source: str) -> None:
+        with pytest.raises(ValueError, match=rf"{source!r} is no folder here and no hub id"):
+            load_adapter(source, base, revision="v2" if source == "org/heads@v1" else None)
+
+    def test_a_folder_may_look_like_a_revision(
+        self, saved: Path, base: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        shutil.copytree(saved, "org/heads@v1")
+        assert load_adapter("org/heads@v1", base).exit_layers == (2, 4)
 
     def test_shipped_adapters(self) -> None:
         for name in ("nothing", "", "..", "../recipes", "__pycache__"):

@@ -183,6 +183,18 @@ def test_an_interrupted_run_goes_on_and_a_finished_one_starts_anew(places, tmp_p
     assert (output / "measurements.jsonl").read_bytes() == before
 
 
+def test_figures_of_other_heads_are_another_benchmark(places, base, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    command = ["--methods", "single-layer", "--adapter", "heads"]
+    for seed, code in ((0, 0), (1, 2)):
+        torch.manual_seed(seed)
+        save_adapter(build_heads(shallow(base, 2), "random"), tmp_path / "heads")
+        assert run(places, tmp_path / "out", *command) == code
+    error = capfd.readouterr().err
+    assert "holds another benchmark (heads was " in error
+    assert "choose another --output" in error
+
+
 def test_quick_ends_in_time_with_what_it_has(places, tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "QUICK_SECONDS", 0)
     assert run(places, tmp_path / "out", "--methods", "single-layer", "--quick") == 0

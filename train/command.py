@@ -49,7 +49,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--list-recipes", "--list_recipes", action="store_true", help="list the recipes that have an alias, and end"
     )
-    parser.add_argument("--model", metavar="NAME", help="alias, hub id or folder of the base model")
+    parser.add_argument(
+        "--model", metavar="NAME", help="alias, hub id (user/name[@revision]) or folder of the base model"
+    )
     parser.add_argument("--recipe", metavar="NAME", help="recipe: an alias or a YAML file (default: that of --model)")
     parser.add_argument(
         "--exit-layers",
