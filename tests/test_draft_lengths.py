@@ -236,6 +236,12 @@ def test_the_likeliest_go_on(chances, share):
     assert policy.going_on([0.0] * len(chances), len(chances)) == []
 
 
+def test_the_likeliest_go_on_without_the_others():
+    policy = CostPolicy(single(replace(COSTS, layer=linear(1.0, 0.05))), [0.5], by_confidence=True)
+    policy.choose([[0.5]] * 4)
+    assert policy.going_on([0.1, 0.9, 0.3, 0.95], 4) == [3, 1, 2]
+
+
 def test_pairs_of_exits_have_lengths_alone():
     assert not CostPolicy(HispecLengths(COSTS, SOME, EXITS), [0.5, 0.5], by_confidence=True).by_confidence
 

@@ -305,22 +305,51 @@ def test_heads_are_right_whatever_happens_to_their_mates(base, scripted):
 
 
 @pytest.mark.parametrize(
-    ("method", "seeded", "by_confidence"),
+    ("method", "seeded"),
     [
-        ("hispec", False, False),
-        ("single-layer", False, True),
-        pytest.param("single-layer", False, False, marks=pytest.mark.slow),
-        pytest.param("hispec", True, False, marks=pytest.mark.slow),
-        pytest.param("hispec", False, True, marks=pytest.mark.slow),
+        ("hispec", False),
+        pytest.param("single-layer", False, marks=pytest.mark.slow),
+        pytest.param("hispec", True, marks=pytest.mark.slow),
     ],
 )
-def test_the_distribution_does_not_depend_on_lengths(sampled_model, monkeypatch, method, seeded, by_confidence):  # noqa: F811
-    script = Script(randomly("sampled", 2), {"single-layer": 1, "hispec": 2}[method], by_confidence=by_confidence)
+def test_the_distribution_does_not_depend_on_lengths(sampled_model, monkeypatch, method, seeded):  # noqa: F811
+    script = Script(randomly("sampled", 2), {"single-layer": 1, "hispec": 2}[method])
     monkeypatch.setattr(engine_module, "make_plan", lambda model, options, build: (None, options, script))
     counts, engine = sample(sampled_model, PLAIN, seeded=seeded, method=method, num_samples=1500, plan="auto")
     assert is_lossless(sampled_model, counts, PLAIN), deviations(sampled_model, counts, PLAIN)
     target = engine.stats.levels["target"]
     assert 0.1 < target.drafted_per_position[0] / target.num_rounds < 0.95
+
+
+def sample_by_confidence(model, monkeypatch, method):
+    script = Script(lambda number, place: 2, {"single-layer": 1, "hispec": 2}[method], by_confidence=True)
+    monkeypatch.setattr(engine_module, "make_plan", lambda model, options, build: (None, options, script))
+    return sample(model, PLAIN, seeded=False, method=method, num_samples=3000, plan="auto")
+
+
+@pytest.mark.parametrize("method", ["single-layer", pytest.param("hispec", marks=pytest.mark.slow)])
+def test_the_distribution_does_not_depend_on_confidence(sampled_model, monkeypatch, method):  # noqa: F811
+    counts, engine = sample_by_confidence(sampled_model, monkeypatch, method)
+    assert is_lossless(sampled_model, counts, PLAIN), deviations(sampled_model, counts, PLAIN)
+    drafted = engine.stats.levels["target"].drafted_per_position
+    assert 0.2 < drafted[1] / drafted[0] < 0.9
+
+
+def test_a_drawn_token_that_is_not_verified_is_seen(sampled_model, monkeypatch):  # noqa: F811
+    """Whether another token is drawn may depend on confidence; whether one that was drawn counts may not."""
+    draft = Drafter.draft
+
+    def fickle(self, sequences, counts):
+        drafts = draft(self, sequences, counts)
+        for sequence, each in zip(sequences, drafts, strict=True):
+            if sequence.proposed[0] and each[0].token_id % 2:
+                each.clear()
+                sequence.wanted[0] = 0
+        return drafts
+
+    monkeypatch.setattr(Drafter, "draft", fickle)
+    counts, _ = sample_by_confidence(sampled_model, monkeypatch, "single-layer")
+    assert not is_lossless(sampled_model, counts, PLAIN)
 
 
 def test_windows_are_long_where_rounds_may_be_plain(base):
