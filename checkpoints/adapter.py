@@ -174,10 +174,10 @@ def _find(source: str, revision: str | None) -> Path:
     if source and folder.is_dir():
         return folder
     repo, _, pinned = source.partition("@")
-    if revision is None and pinned and is_hub_id(repo) and not folder.exists():
-        source, revision = repo, pinned
-    if is_hub_id(source):
-        folder = download(source, revision, [*ADAPTER_FILES, *VERIFIER_FILES])
+    if pinned and revision not in (None, pinned):
+        raise ValueError(f"the adapter {source!r} is also said to be of revision {revision!r}; say one of them")
+    if is_hub_id(repo) and not folder.exists():
+        folder = download(repo, pinned or revision, [*ADAPTER_FILES, *VERIFIER_FILES])
         for name in (CONFIG_FILE, WEIGHTS_FILE):
             if not (folder / name).is_file():
                 raise ValueError(f"{source!r} holds no {name}, so it is no adapter of hispec; check the name")

@@ -110,8 +110,8 @@ def _base_link(config: Mapping[str, Any]) -> str:
 
 
 def _how_to_load(config: Mapping[str, Any], repo: str) -> str:
-    base = config["base_model_name_or_path"]
-    name = base or "FOLDER_OF_THE_BASE"
+    base, revision = config["base_model_name_or_path"], config["revision"]
+    name = (base or "FOLDER_OF_THE_BASE") + (f"@{revision}" if base and revision else "")
     return f"""## How to load
 
 ```python

@@ -105,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if getattr(options, name) is None:
             setattr(options, name, value)
     if options.output is None:
-        options.output = Path("runs", "bench", PurePath(options.model).name)
+        options.output = Path("runs", "bench", PurePath(options.model.partition("@")[0]).name)
     # What peers warn of at every call is not what is asked here; what they refuse stands in the table.
     loggers = [logging.getLogger(name) for name in ("transformers", "ContinuousBatchingLogger")]
     levels = [logger.level for logger in loggers]
@@ -133,7 +133,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.limit < 1:
         raise ValueError(f"--limit is {options.limit}; it must be at least 1")
     choose_methods(options.methods, 0)  # before a model is loaded: are all names known?
-    source = resolve_model(options.model).source
+    source = str(resolve_model(options.model))
     print(f"{options.model} is {source}", file=sys.stderr)
     engine = Engine.from_pretrained(
         options.model, adapter=options.adapter, dtype=options.dtype, device=options.device, max_num_seqs=1

@@ -50,7 +50,7 @@ def _run(options: argparse.Namespace) -> int:
         raise ValueError("--n does not go with --chat; leave one of them out")
     if options.check_lossless:
         check_rechecked(params)
-    print(f"{options.model} is {resolve_model(options.model).source}", file=sys.stderr)
+    print(f"{options.model} is {resolve_model(options.model)}", file=sys.stderr)
     engine = Engine.from_pretrained(
         options.model,
         adapter=options.adapter,

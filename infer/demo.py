@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    print(f"loading {options.model} ({resolve_model(options.model).source})", file=sys.stderr)
+    print(f"loading {options.model} ({resolve_model(options.model)})", file=sys.stderr)
     engine = Engine.from_pretrained(options.model, adapter=options.adapter, dtype=options.dtype, max_num_seqs=1)
     assert engine.tokenizer is not None
     prompts = PromptSet(

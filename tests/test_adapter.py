@@ -428,10 +428,21 @@ class TestSource:
         assert load_adapter("org/heads", base, revision="v1").exit_layers == (2, 4)
         assert load_adapter("org/heads@v1", base).exit_layers == (2, 4)
 
-    @pytest.mark.parametrize("source", ["org/heads@v1", "folder@v1", "org/heads@", "@v1"])
-    def test_a_revision_is_said_once_and_of_a_hub_id(self, base: PreTrainedModel, source: str) -> None:
+    @pytest.mark.parametrize("source", ["folder@v1", "@v1", "org/heads/more@v1"])
+    def test_a_revision_is_that_of_a_hub_id(self, base: PreTrainedModel, source: str) -> None:
         with pytest.raises(ValueError, match=rf"{source!r} is no folder here and no hub id"):
-            load_adapter(source, base, revision="v2" if source == "org/heads@v1" else None)
+            load_adapter(source, base)
+
+    def test_a_revision_is_said_once(self, base: PreTrainedModel) -> None:
+        with pytest.raises(ValueError, match=r"'org/heads@v1' is also said to be of revision 'v2'; say one of them"):
+            load_adapter("org/heads@v1", base, revision="v2")
+
+    def test_an_adapter_that_is_none_is_named_with_its_revision(
+        self, base: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("hispec.checkpoints.hub.snapshot_download", lambda repo, **options: str(tmp_path))
+        with pytest.raises(ValueError, match=r"'org/heads@v1' holds no adapter_config.json"):
+            load_adapter("org/heads@v1", base)
 
     def test_a_folder_may_look_like_a_revision(
         self, saved: Path, base: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

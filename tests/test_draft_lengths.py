@@ -236,6 +236,17 @@ def test_the_likeliest_go_on(chances, share):
     assert policy.going_on([0.0] * len(chances), len(chances)) == []
 
 
+def test_time_is_worth_what_the_round_at_hand_makes_of_it():
+    chances = [0.02, 0.04, 0.3, 0.95]
+    for batch in ([[0.5]] * 4, [[0.95]] * 12, [[0.1], [0.9]] * 3):
+        used, fresh = (CostPolicy(single(COSTS), [0.5], by_confidence=True) for _ in range(2))
+        used.choose([[0.7]] * 5)
+        for each in (used, fresh):
+            each.choose(batch)
+        assert used.going_on(chances, 4) == fresh.going_on(chances, 4)
+        assert (used._batch_size, used._tokens_per_second) == (fresh._batch_size, fresh._tokens_per_second)
+
+
 def test_the_likeliest_go_on_without_the_others():
     policy = CostPolicy(single(replace(COSTS, layer=linear(1.0, 0.05))), [0.5], by_confidence=True)
     policy.choose([[0.5]] * 4)

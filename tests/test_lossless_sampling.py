@@ -90,16 +90,8 @@ def enumerate_target(base, prompt, sampling) -> dict[tuple[int, ...], float]:
 
 def sample(model, sampling, *, seeded, method="hispec", num_samples=NUM_SAMPLES, **options) -> tuple[dict, Engine]:
     """Counts of continuations for each prompt, drawn in ragged batches, as others end and come."""
-    engine = Engine(
-        model,
-        method=method,
-        num_draft_tokens=2,
-        num_provisional_tokens=4,
-        max_num_seqs=200,
-        num_blocks=700,
-        block_size=4,
-        **options,
-    )
+    usual = {"num_draft_tokens": 2, "num_provisional_tokens": 4, "max_num_seqs": 200, "num_blocks": 700}
+    engine = Engine(model, method=method, **{**usual, "block_size": 4, **options})
     engine._hierarchy._generator.manual_seed(11)
     counts: dict[int, dict[tuple[int, ...], int]] = {place: {} for place in range(len(PROMPTS))}
     each = num_samples // len(PROMPTS)

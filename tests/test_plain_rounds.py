@@ -1,5 +1,6 @@
 """Rounds of any length, none included: that they cost what they must, change no text, and leave heads as they were."""
 
+import math
 import random
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from hispec.infer import Engine, SamplingParams, levels
 from hispec.infer import engine as engine_module
 from hispec.infer.drafter import Drafter
+from hispec.infer.hierarchy import Hierarchy
 from hispec.infer.model_runner import ModelRunner
 
 from .models import build_heads, reference, shallow
@@ -38,7 +40,8 @@ class Script:
     def going_on(self, chances, num_drafted):
         """Chances decide, and chance: whoever is sure goes on more often."""
         assert num_drafted >= len(chances) > 0
-        assert all(0 < each <= 1 for each in chances)
+        # Nobody is sure, and half of all is kept.
+        assert all(0 < each < 0.5 for each in chances)
         draws = random.Random(f"{self.num_rounds} {num_drafted}")
         going = [place for place, each in enumerate(chances) if draws.random() < 0.3 + each]
         self.num_going_on.append(len(going))
@@ -321,10 +324,67 @@ def test_the_distribution_does_not_depend_on_lengths(sampled_model, monkeypatch,
     assert 0.1 < target.drafted_per_position[0] / target.num_rounds < 0.95
 
 
+def test_zeros_bind_and_other_lengths_do_not(base, scripted):
+    model = build_heads(shallow(base, 4), "random", committed_context=True)
+    engine = scripted(model, lambda number, place: place, by_confidence=True, num_draft_tokens=5)
+    quiet, *others = run(engine, RAGGED, 12)
+    assert quiet.stats.levels["target"].num_drafted == 0
+    assert all(max(s.stats.levels["target"].drafted_per_position) > 0 for s in others)
+    assert max(len(s.stats.levels["target"].drafted_per_position) for s in others[:1]) > 1  # and one was asked for
+
+
+def test_chances_are_those_of_what_was_drafted(base, scripted, monkeypatch):
+    model = build_heads(shallow(base, 4), "random", committed_context=True)
+    engine = scripted(model, lambda number, place: 1 + place % 2, by_confidence=True, num_draft_tokens=4)
+    policy, going_on = engine._hierarchy._round_policy, Hierarchy._going_on
+    expected, seen = [], []
+
+    def watched(self, level, sequences):
+        partial = [s for s in sequences if 0 < len(s.proposed[level]) < s.wanted[level]]
+        confidences = [[proposal.confidence for proposal in s.proposed[level]] for s in partial]
+        chances = [math.prod(each) * s.kept_shares[level] for each, s in zip(confidences, partial, strict=True)]
+        expected[:] = [chances, sum(len(s.proposed[level]) for s in sequences)]
+        return going_on(self, level, sequences)
+
+    def checked(chances, num_drafted):
+        assert [chances, num_drafted] == expected
+        seen.append(len(set(chances)))
+        return range(0, len(chances), 2)
+
+    monkeypatch.setattr(Hierarchy, "_going_on", watched)
+    policy.going_on = checked
+    run(engine, RAGGED, 8)
+    assert max(seen) == len(RAGGED)
+
+
+def test_mates_of_all_kinds_go_on_by_confidence(base, scripted):
+    """Greedy, seeded, with penalties, and copied from the text: each text is that of plain decoding."""
+    model = build_heads(shallow(base, 4), "random", committed_context=True)
+    kinds = [
+        {},
+        {"temperature": 0.8, "seed": 3},
+        {"repetition_penalty": 1.3},
+        {"temperature": 1.2, "seed": 4, "top_k": 9},
+    ]
+    params = [SamplingParams(max_new_tokens=30, ignore_eos=True, **kind) for kind in kinds]
+    prompts = [RAGGED[0] * 4, *RAGGED[1:3], RAGGED[3] * 3]
+    options = {"by_confidence": True, "num_draft_tokens": 4, "ngram_drafts": True}
+    engine = scripted(model, lambda number, place: 1 + place % 2, **options)
+    plain = Engine(model, method="autoregressive", num_blocks=200)
+    texts, expected = (
+        [completion.token_ids for completion in each.generate(prompts, params)] for each in (engine, plain)
+    )
+    assert texts == expected
+    stats = engine.stats.levels
+    assert stats["ngram"].num_rounds > 0
+    assert stats["target"].drafted_per_position[1] > 0
+
+
 def sample_by_confidence(model, monkeypatch, method):
-    script = Script(lambda number, place: 2, {"single-layer": 1, "hispec": 2}[method], by_confidence=True)
+    script = Script(lambda number, place: 1, {"single-layer": 1, "hispec": 2}[method], by_confidence=True)
     monkeypatch.setattr(engine_module, "make_plan", lambda model, options, build: (None, options, script))
-    return sample(model, PLAIN, seeded=False, method=method, num_samples=3000, plan="auto")
+    # Longer than two: what is drawn second has the first for its past.
+    return sample(model, PLAIN, seeded=False, method=method, num_samples=3000, plan="auto", num_draft_tokens=4)
 
 
 @pytest.mark.parametrize("method", ["single-layer", pytest.param("hispec", marks=pytest.mark.slow)])
@@ -333,6 +393,7 @@ def test_the_distribution_does_not_depend_on_confidence(sampled_model, monkeypat
     assert is_lossless(sampled_model, counts, PLAIN), deviations(sampled_model, counts, PLAIN)
     drafted = engine.stats.levels["target"].drafted_per_position
     assert 0.2 < drafted[1] / drafted[0] < 0.9
+    assert drafted[2] > 0
 
 
 def test_a_drawn_token_that_is_not_verified_is_seen(sampled_model, monkeypatch):  # noqa: F811

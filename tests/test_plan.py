@@ -125,6 +125,32 @@ def test_an_engine_plans_for_itself(adapter, cheap):
     assert cheap == [4]
 
 
+def test_drafts_of_a_planned_engine_go_on_by_confidence_on_a_cpu_alone(base, cheap, monkeypatch):
+    base = shallow(base, 2)
+    model = build_heads(base, "good", (2,))
+    model.acceptance = {"by_place": {"2->target": places(0.7)}}
+    engine = Engine(model, plan="auto", max_num_seqs=2)
+    assert engine.config.method == "single-layer"
+    assert engine._hierarchy._round_policy.by_confidence
+    # A head that is sure goes on, one that is not does not.
+    prompts, params = [prompt * 9 for prompt in PROMPTS[:2]], SamplingParams(max_new_tokens=24, ignore_eos=True)
+    drafted = []
+    for factor in (0.0, 50.0):
+        sure = build_heads(base, "good", (2,))
+        sure.acceptance = model.acceptance
+        with torch.no_grad():
+            sure.heads[0].norm.weight.mul_(factor)
+        engine = Engine(sure, plan="auto", max_num_seqs=2, ngram_drafts=False)
+        texts = engine.generate(prompts, params)
+        assert [text.token_ids for text in texts] == [reference(base, prompt, 24) for prompt in prompts]
+        drafted.append(engine.stats.levels["target"].drafted_per_position)
+    assert len(drafted[0]) == 1 < len(drafted[1])
+    monkeypatch.setattr(auto_plan, "machine_key", lambda model, options: "a GPU")
+    monkeypatch.setattr(type(model.backbone), "device", property(lambda self: torch.device("cuda")))
+    _, _, policy = auto_plan.make_plan(model, {"max_num_seqs": 2}, Engine)
+    assert not policy.by_confidence
+
+
 def test_a_machine_is_measured_once(adapter, cheap):
     base, folder = adapter
     for _ in range(2):

@@ -339,11 +339,15 @@ def test_any_model_may_stand_for_an_alias(tmp_path: Path, monkeypatch: pytest.Mo
         assert resolve_model(source) == ModelRecipe(source=source)
         assert load_recipe(source).model.source == source
     assert load_recipe("org/model").output_folder() == Path("runs/org--model")
-    pinned = load_recipe("org/model@refs/pr/1")
-    assert pinned.model == ModelRecipe(source="org/model", revision="refs/pr/1")
-    assert pinned.output_folder() == Path("runs/org--model")
+    by_override = override(load_recipe("smollm2"), ["model.source=org/model@refs/pr/1"])
+    for pinned in (load_recipe("org/model@refs/pr/1"), by_override):
+        assert pinned.model == ModelRecipe(source="org/model", revision="refs/pr/1")
+        assert str(pinned.model) == "org/model@refs/pr/1"
+        assert pinned.output_folder() == Path("runs/org--model")
+    with pytest.raises(ValueError, match=r"'org/model@v1' is also said to be of revision 'v2'; say one"):
+        ModelRecipe(source="org/model@v1", revision="v2")
     Path("org/model@v1").mkdir(parents=True)
-    assert resolve_model("org/model@v1") == ModelRecipe(source="org/model@v1")
+    assert resolve_model("org/model@v1").source == "org/model@v1"
     assert load_recipe("org/model").heads.exit_layers is None
 
 

@@ -230,7 +230,7 @@ def _run(options: argparse.Namespace, command: Sequence[str], ranks: Ranks) -> i
             raise ValueError("--private goes with --push-to-hub only; leave it out")
         if options.push_to_hub is not None and ranks.is_main:
             check_push(options.push_to_hub, private=options.private)
-        print(f"{recipe.name}: {recipe.model.source}, run in {recipe.output_folder()}", file=sys.stderr)
+        print(f"{recipe.name}: {recipe.model}, run in {recipe.output_folder()}", file=sys.stderr)
     with ranks.together():
         base, tokenizer = load_base(
             recipe.model.source, dtype=options.dtype, device=own_device(), revision=recipe.model.revision
