@@ -265,10 +265,13 @@ class ModelRunner:
         nums_active = [sum(count > place for count in counts) for place in range(counts[0])]
         layers_attend, head_attends = bool(self._layers[0].kv_layers), bool(self._heads[0].kv_layers)
         passes = []
-        if unseen:
+        # Mostly the head has to see what the layers have: then both run over the same rows.
+        are_same = unseen == list(zip(sequences, bounds, strict=True))
+        if unseen and not are_same:
             owners, unseen_bounds = zip(*unseen, strict=True)
             passes.append(Pass(list(owners), list(unseen_bounds), has_ids=True, attends=layers_attend))
-        passes.append(Pass(sequences, bounds, attends=head_attends))
+        attends = head_attends or (are_same and layers_attend)
+        passes.append(Pass(sequences, bounds, has_ids=are_same, attends=attends))
         for place, number in enumerate(nums_active[1:]):
             following = [(length + place, length + place + 1) for length in lengths[:number]]
             passes.append(Pass(sequences[:number], following, attends=layers_attend or head_attends))
@@ -278,7 +281,7 @@ class ModelRunner:
             self._count_head(0, sequence, length + count - 1)
         return DraftPlan(
             nums_active,
-            unseen=rows.pop(0) if unseen else None,
+            unseen=(rows[0] if are_same else rows.pop(0)) if unseen else None,
             unscored=rows.pop(0),
             newest=rows_within(bounds, newest, self.device),
             following=rows,
