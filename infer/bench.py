@@ -58,8 +58,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--methods",
         type=lambda text: text.split(","),
         metavar="NAME,NAME",
-        help=f"of {', '.join(METHODS)} (default: all that the heads serve, but auto and sprinter, which is LOSSY); "
-        "generate always runs",
+        help=f"of {', '.join(METHODS)} (default: all that the heads serve, but auto, those with +ngram and sprinter, "
+        "which is LOSSY); generate always runs",
     )
     add("--batch-size", type=_numbers(int), default=(1,), metavar="N,N", help="prompts side by side (default: 1)")
     add("--max-new-tokens", type=int, metavar="N", help=f"of each answer (default: {USUAL['max_new_tokens']})")
@@ -75,7 +75,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="of sprinter, which is lossy: how sure its verifier must be of a token (default: 0.5)",
     )
     add("--repeats", type=int, metavar="N", help=f"times that each prompt is measured (default: {USUAL['repeats']})")
-    add("--dtype", default="auto", help="auto, float32 (all texts must be equal) or bfloat16")
+    add("--dtype", default="auto", help="auto, float32 (all texts must be equal), bfloat16 or float16")
     add("--device", default="auto", help="auto, cpu or cuda")
     add(
         "--quick",

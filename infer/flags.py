@@ -142,7 +142,7 @@ def _add_running_flags(group: argparse._ArgumentGroup) -> None:
         choices=get_args(DraftPolicy),
         help="dynamic: draft less where the heads are unsure (default: fixed)",
     )
-    _add(group, "--min-confidence", type=float, metavar="P", help="of a dynamic policy: how unsure is too unsure")
+    _add(group, "--min-confidence", type=float, metavar="P", help="of dynamic: how unsure is too unsure (default: 0.3)")
     _add(
         group,
         "--plan",
@@ -151,7 +151,7 @@ def _add_running_flags(group: argparse._ArgumentGroup) -> None:
         "heads were measured right",
     )
     _add(group, "--replan", action="store_true", default=None, help="measure this machine anew for the plan")
-    _add(group, "--exit-confidence", type=float, metavar="P", help="of adadecode: how sure an exit must be of a token")
+    _add(group, "--exit-confidence", type=float, metavar="P", help="of adadecode: how sure an exit is (default: 0.75)")
     _add(
         group,
         "--ngram-drafts",
@@ -193,7 +193,7 @@ def _add_running_flags(group: argparse._ArgumentGroup) -> None:
     _add(group, "--batch-size", type=int, default=1, metavar="N", help="texts side by side (default: 1)")
     _add(group, "--num-blocks", type=int, metavar="N", help="of 16 tokens, in the KV cache")
     _add(group, "--exact", action="store_true", help="the same bits by every method, batch and draft length; slower")
-    _add(group, "--dtype", default="auto", help="auto, float32 or bfloat16")
+    _add(group, "--dtype", default="auto", help="float32, bfloat16, float16, or auto: that of the checkpoint")
     _add(group, "--device", default="auto", help="auto, cpu or cuda")
 
 

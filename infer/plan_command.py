@@ -8,7 +8,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ..checkpoints import load_adapter, load_base, shipped_adapter
 from ..heads import EarlyExitModel
 from ..recipes import resolve_model
 from .acceptance_file import known_acceptance, prompts_digest, read_acceptance, write_acceptance
@@ -60,7 +59,7 @@ def build_parser() -> argparse.ArgumentParser:
     add(here, "--max-new-tokens", type=int, default=128, metavar="N", help="of its answers (default: 128)")
     add(here, "--temperature", type=float, default=0.0, help="of its answers; 0 is greedy (default)")
     add(here, "--limit", type=int, default=16, metavar="N", help="prompts of it that are used (default: 16)")
-    add(here, "--dtype", default="auto", help="auto, float32 or bfloat16")
+    add(here, "--dtype", default="auto", help="float32, bfloat16, float16, or auto: that of the checkpoint")
     add(here, "--device", default="auto", metavar="NAME", help="auto, cpu or cuda; with --what-if see there")
     add(here, "--replan", action="store_true", help="measure anew what is on disk: the machine, and --prompts if given")
     about = "run the choice and others on --prompts beside what is predicted: some (default), or the full sweep"
@@ -107,13 +106,11 @@ def _plan_here(options: argparse.Namespace) -> int:
         raise ValueError("--acceptance and --exit-layers go with --what-if; a model's own are taken from its adapter")
     if options.verify and options.prompts is None:
         raise ValueError("--verify needs --prompts FILE to run on")
-    source = resolve_model(options.model)
-    print(f"{options.model} is {source}", file=sys.stderr)
-    base, tokenizer = load_base(source.source, dtype=options.dtype, device=options.device, revision=source.revision)
-    adapter = options.adapter or shipped_adapter(options.model)
-    model = EarlyExitModel.from_configs(base, []) if adapter is None else load_adapter(adapter, base=base)
+    print(f"{options.model} is {resolve_model(options.model)}", file=sys.stderr)
     params = SamplingParams(max_new_tokens=options.max_new_tokens, temperature=options.temperature)
-    engine = Engine(model, tokenizer, method="autoregressive", max_num_seqs=1, num_blocks=1)
+    loading = {"adapter": options.adapter, "dtype": options.dtype, "device": options.device}
+    engine = Engine.from_pretrained(options.model, **loading, method="autoregressive", max_num_seqs=1, num_blocks=1)
+    model = engine.model
     prompts = [] if options.prompts is None else read_prompts(engine, options)
     acceptance = find_acceptance(model, prompts, params, anew=options.replan)
     costs = model_costs(model, {}, Engine, max_batch=max(options.batch_size), anew=options.replan)

@@ -10,6 +10,7 @@ import torch
 
 from hispec.checkpoints import load_adapter, save_adapter, shipped_adapter
 from hispec.infer import Engine, SamplingParams, auto_plan, bench, machine
+from hispec.infer import engine as engine_module
 from hispec.infer import plan_command as command
 from hispec.infer.acceptance_file import known_acceptance, read_acceptance, write_acceptance
 from hispec.infer.acceptance_probe import measure_acceptance
@@ -387,6 +388,21 @@ def test_the_command_on_a_model(adapter, cheap, tmp_path, capsys, monkeypatch):
         command.main([*bare, *flags, "--replan"])
     with pytest.raises(TypeError):
         command.main([*bare, *flags, "--limit", "11"])
+
+
+def test_shared_heads_of_an_alias_are_measured_on_prompts(make_base, cheap, tmp_path, capsys, monkeypatch):
+    base = make_base("llama", num_hidden_layers=10)
+    monkeypatch.setattr(engine_module, "load_base", lambda *_, **__: (base, build_tokenizer()))
+    model = ["--model", "layerskip-llama2", "--batch-size", "1"]
+    assert command.main(model) == 2
+    assert "hispec-plan --prompts FILE" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="hispec-plan --prompts FILE"):
+        Engine.from_pretrained("layerskip-llama2", plan="auto", num_blocks=20)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(f'{{"prompt": "w{3 + number} w7"}}\n' for number in range(12)))
+    assert command.main([*model, "--prompts", str(prompts), "--max-new-tokens", "60"]) == 0
+    assert command.main(model) == 0
+    assert Engine.from_pretrained("layerskip-llama2", plan="auto", num_blocks=20).plan is not None
 
 
 def test_the_benchmark_plans_and_runs_the_plan(adapter, cheap, tmp_path, capsys):

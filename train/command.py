@@ -126,7 +126,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--local-rank", "--local_rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--dtype", default="auto", help="dtype of the base: auto, float32, bfloat16 or float16")
     parser.add_argument(
-        "--dry-run", "--dry_run", action="store_true", help="print the plan and what it costs, and do nothing"
+        "--dry-run",
+        "--dry_run",
+        action="store_true",
+        help="try all stages on one batch, print what they cost, keep nothing",
     )
     parser.add_argument(
         "--push-to-hub",
