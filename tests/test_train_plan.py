@@ -37,7 +37,7 @@ COSTS = Costs(
 )
 
 
-def work_of(*assignments, done=NOTHING, has_weights=True, num_possible=10_000):
+def work_of(*assignments, done=NOTHING, has_weights=True, num_possible=20_000):
     recipe = override(load_recipe("smollm2"), assignments)
     work = plan_work(
         recipe, done, mean_prompt=60, num_possible=num_possible, bytes_per_row=3464, has_weights=has_weights
@@ -48,11 +48,11 @@ def work_of(*assignments, done=NOTHING, has_weights=True, num_possible=10_000):
 def test_the_amounts_of_a_long_run_follow_from_its_recipe():
     recipe, work = work_of()
     assert work.num_response_tokens == pytest.approx(recipe.data.num_tokens, rel=0.02)
-    assert work.num_rows == pytest.approx(1_200_000 * (1 + 60 / work.mean_response), rel=0.01)
+    assert work.num_rows == pytest.approx(2_000_000 * (1 + 60 / work.mean_response), rel=0.01)
     assert work.num_held_out == pytest.approx(0.03 * work.num_rows, rel=0.01)
-    trained = 2 * 0.97 * 1_200_000
+    trained = 2 * 0.97 * 2_000_000
     assert work.num_steps * work.tokens_per_step == pytest.approx(trained, rel=0.01)
-    assert work.num_passes == 1 + -(-work.num_steps // 500)
+    assert work.num_passes == 1 + -(-work.num_steps // 1000)
 
 
 def test_what_bounds_a_run_bounds_its_plan():
