@@ -63,8 +63,10 @@ class Hierarchy:
         self._read = partial(read_logits, vocab_size=runner.model.backbone.vocab_size, one_by_one=is_exact)
         self._generator = generator
         self._top = len(runner.levels) - 1
-        by_confidence = round_policy is not None and round_policy.by_confidence
-        self._asks_confidence = by_confidence or not all(isinstance(policy, FixedPolicy) for policy in policies)
+        # Decides token by token; None where the lengths of drafts are known before.
+        self._token_policy = round_policy if round_policy is not None and round_policy.by_confidence else None
+        is_fixed = self._token_policy is None and all(isinstance(policy, FixedPolicy) for policy in policies)
+        self._asks_confidence = not is_fixed
         self._drafter = Drafter(
             runner, generator, asks_confidence=self._asks_confidence, one_by_one=is_exact, origin=self._first_name
         )
@@ -109,8 +111,8 @@ class Hierarchy:
 
     def _longest(self, level: int, sequence: Sequence) -> int:
         """The most tokens that the next level asks of `level` in this round."""
-        asked, rounds = sequence.asked, self._round_policy
-        if asked is None or (rounds is not None and rounds.by_confidence and any(asked)):
+        asked = sequence.asked
+        if asked is None or (self._token_policy is not None and any(asked)):
             return self._policies[level].length(sequence.kept_shares[level])
         return asked[level]
 
@@ -121,16 +123,17 @@ class Hierarchy:
             propose(active)
 
     def _going_on(self, level: int, sequences: list[Sequence]) -> list[Sequence]:
-        policy, rounds = self._policies[level], self._round_policy
+        """Who proposes next, of those with room for it."""
+        policy = self._policies[level]
         active = [s for s in sequences if len(s.proposed[level]) < s.wanted[level]]
-        if rounds is None or not rounds.by_confidence:
+        if self._token_policy is None:
             return [s for s in active if not s.proposed[level] or policy.goes_on(s.reach(level))]
         beginning = [s for s in active if not s.proposed[level]]
         if beginning or not active:
             return beginning
         chances = [s.reach(level) * s.kept_shares[level] for s in active]
         num_drafted = sum(len(s.proposed[level]) for s in sequences)
-        return [active[place] for place in rounds.going_on(chances, num_drafted)]
+        return [active[place] for place in self._token_policy.going_on(chances, num_drafted)]
 
     def _draft(self, sequences: list[Sequence]) -> None:
         """Draw tokens at the lowest level: all that are wanted, or one where it decides about the next."""

@@ -276,13 +276,15 @@ class ModelRunner:
             following = [(length + place, length + place + 1) for length in lengths[:number]]
             passes.append(Pass(sequences[:number], following, attends=layers_attend or head_attends))
         rows = list(self._run.pack([self._layers[0], self._heads[0]], passes))
+        first = rows.pop(0) if unseen and not are_same else None
+        unscored = rows.pop(0)
         for sequence, length, count in zip(sequences, lengths, counts, strict=True):
             self._count_layers(0, sequence, length + count - 1)
             self._count_head(0, sequence, length + count - 1)
         return DraftPlan(
             nums_active,
-            unseen=(rows[0] if are_same else rows.pop(0)) if unseen else None,
-            unscored=rows.pop(0),
+            unseen=unscored if are_same else first,
+            unscored=unscored,
             newest=rows_within(bounds, newest, self.device),
             following=rows,
         )

@@ -62,15 +62,20 @@ def randomly(seed, most=3):
     return ask
 
 
+def follow_script(patch, ask, method, *, by_confidence=False):
+    """Let plans be what a script says."""
+    script = Script(ask, {"single-layer": 1, "hispec": 2}[method], by_confidence=by_confidence)
+    patch.setattr(engine_module, "make_plan", lambda model, options, build: (None, options, script))
+
+
 @pytest.fixture
 def scripted(monkeypatch):
     """Make engines whose rounds a script decides; short windows wrap soon."""
     monkeypatch.setattr(levels, "MAX_LAG", 5)
 
     def make(model, ask, *, method="single-layer", by_confidence=False, **options):
-        script = Script(ask, {"single-layer": 1, "hispec": 2}[method], by_confidence=by_confidence)
         with monkeypatch.context() as patch:
-            patch.setattr(engine_module, "make_plan", lambda model, options, build: (None, options, script))
+            follow_script(patch, ask, method, by_confidence=by_confidence)
             return Engine(model, plan="auto", method=method, **({"num_blocks": 200} | SPARSE | options))
 
     return make
@@ -316,8 +321,7 @@ def test_heads_are_right_whatever_happens_to_their_mates(base, scripted):
     ],
 )
 def test_the_distribution_does_not_depend_on_lengths(sampled_model, monkeypatch, method, seeded):  # noqa: F811
-    script = Script(randomly("sampled", 2), {"single-layer": 1, "hispec": 2}[method])
-    monkeypatch.setattr(engine_module, "make_plan", lambda model, options, build: (None, options, script))
+    follow_script(monkeypatch, randomly("sampled", 2), method)
     counts, engine = sample(sampled_model, PLAIN, seeded=seeded, method=method, num_samples=1500, plan="auto")
     assert is_lossless(sampled_model, counts, PLAIN), deviations(sampled_model, counts, PLAIN)
     target = engine.stats.levels["target"]
@@ -381,8 +385,7 @@ def test_mates_of_all_kinds_go_on_by_confidence(base, scripted):
 
 
 def sample_by_confidence(model, monkeypatch, method):
-    script = Script(lambda number, place: 1, {"single-layer": 1, "hispec": 2}[method], by_confidence=True)
-    monkeypatch.setattr(engine_module, "make_plan", lambda model, options, build: (None, options, script))
+    follow_script(monkeypatch, lambda number, place: 1, method, by_confidence=True)
     # Longer than two: what is drawn second has the first for its past.
     return sample(model, PLAIN, seeded=False, method=method, num_samples=3000, plan="auto", num_draft_tokens=4)
 
