@@ -1,6 +1,5 @@
 """The base model and its tokenizer, from the hub, a folder or an installed package."""
 
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from ..heads import cache_folder
 from .atomic import atomic_folder
 from .hub import download, explain, is_hub_id
 
@@ -54,13 +54,6 @@ def load_base(
     module: torch.nn.Module = model
     module.to(_pick_device(device))
     return model, tokenizer
-
-
-def cache_folder() -> Path:
-    """Where converted models are kept: `$HISPEC_CACHE`, else `hispec` in the user's cache folder."""
-    if folder := os.environ.get("HISPEC_CACHE"):
-        return Path(folder).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser() / "hispec"
 
 
 def _parse_dtype(dtype: str | torch.dtype) -> str | torch.dtype:

@@ -3,10 +3,12 @@
 from .architectures import ARCHITECTURES
 from .attention import DenseAttention, capped_attention
 from .backbone import Attend, Backbone
+from .cache_folder import cache_folder
 from .config import ExitHeadConfig, HeadKind, check_exit_layers, head_kinds
 from .draft_verifier import CONFIDENCE_FEATURES, DraftVerifier, draft_features, num_features
 from .early_exit_model import EarlyExitModel
 from .exit_head import ExitHead, context_positions
+from .kernels import KERNEL_DTYPES, MAX_ATTENDED_ROWS, Places, find_kernels
 from .product_form import FormTable, FormTables, ProductKind, possible_forms
 from .product_trial import is_timed, measure_forms
 from .stand_in import base_of, held_module, is_quantized
@@ -14,6 +16,8 @@ from .stand_in import base_of, held_module, is_quantized
 __all__ = [
     "ARCHITECTURES",
     "CONFIDENCE_FEATURES",
+    "KERNEL_DTYPES",
+    "MAX_ATTENDED_ROWS",
     "Attend",
     "Backbone",
     "DenseAttention",
@@ -24,12 +28,15 @@ __all__ = [
     "FormTable",
     "FormTables",
     "HeadKind",
+    "Places",
     "ProductKind",
     "base_of",
+    "cache_folder",
     "capped_attention",
     "check_exit_layers",
     "context_positions",
     "draft_features",
+    "find_kernels",
     "head_kinds",
     "held_module",
     "is_quantized",

@@ -11,6 +11,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from .kernels import Linear, find_kernels
+
 TOP_EXPONENT = 15
 """The largest value of a scaled weight is below 2 to the power of this, float16's own below 2 to the power of 16."""
 MAX_SHIFT = 126
@@ -22,7 +24,8 @@ TOLERANCE = 2.0**-36
 class HalfWeight:
     """`hidden @ weight.T` with the weight in float16, scaled by a power of two, and everything else in float32.
 
-    By FBGEMM's kernel for few rows; a row comes out the same however many are computed with it. Without gradients.
+    For few rows, by our own kernels or else FBGEMM's; a row comes out the same however many are computed with it.
+    Without gradients.
     """
 
     def __init__(
@@ -30,12 +33,21 @@ class HalfWeight:
         scaled: Tensor,  # [D_out, D_in] float32
         scale: float,  # `scaled` by the weight
     ) -> None:
-        self._packed = torch.ops.quantized.linear_prepack_fp16(scaled, None)
         self._unscale = 1 / scale
+        has_kernels = find_kernels() is not None
+        self._rows = scaled.half() if has_kernels else None  # [D_out, D_in], what our own kernels read
+        self._packed = None if has_kernels else torch.ops.quantized.linear_prepack_fp16(scaled, None)
+
+    def linear(self, bias: Tensor | None = None) -> Linear:
+        """As our own kernels take it; the weight must outlive it."""
+        assert self._rows is not None
+        return Linear.of(self._rows, bias, self._unscale)
 
     def __call__(self, hidden: Tensor) -> Tensor:  # [..., D_in] float32 -> [..., D_out] float32
         if hidden.dim() == 1:
             return self(hidden.unsqueeze(0)).squeeze(0)
+        if self._packed is None and (kernels := find_kernels()) is not None:
+            return kernels.product(self.linear(), hidden)
         output: Tensor = torch.ops.quantized.linear_dynamic_fp16(hidden, self._packed)
         return output.mul_(self._unscale)
 
@@ -73,8 +85,8 @@ def _is_held(weight: Tensor, scale: float) -> bool:
 
 
 def can_halve() -> bool:
-    """Whether this machine and this torch, as it is set now, have the kernel."""
-    return _has_kernel(torch.backends.quantized.engine)
+    """Whether there are kernels of our own, or this machine and this torch, as it is set now, have one."""
+    return find_kernels() is not None or _has_kernel(torch.backends.quantized.engine)
 
 
 @cache

@@ -7,9 +7,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .block_weight import BlockWeight, block_weight
 from .half_weight import HalfWeight, half_weight
+from .kernels import Linear, find_kernels
 from .product_form import Form, FormTable, FormTables, Packing, ProductKind, guessed_forms
 
+Compact = BlockWeight | HalfWeight
+"""A copy of a float32 weight that takes less to read."""
+COMPACT: dict[Packing, type[Compact]] = {"block": BlockWeight, "half": HalfWeight}
 PACKED_FOR = 8
 """Rows that a packed copy is laid out for."""
 
@@ -18,10 +23,10 @@ class Product:
     """`hidden @ weight.T + bias`, on a CPU in whichever form is fastest for the number of rows: see `Form`.
 
     The usual call reads a weight at a third of the memory's speed or less for few rows. In float32 the transposed
-    product reads it at more than twice that. A *packed* weight, a second copy of it in the layout of the machine's own
-    kernel, is as fast for any few rows and any type, in bfloat16 to the same bits as the usual call. Faster again is a
-    float32 weight whose packed copy has 16 bits, where these hold it; see `pack`. Which form is taken is guessed, until
-    `use_forms` tells. Gradients flow through the usual call alone.
+    product reads it at more than twice that, and so do our own `kernels` in any type. A *packed* weight, a second copy
+    of it in the layout of the machine's own kernel, is for some more rows, in bfloat16 to the same bits as the usual
+    call. Faster again is a float32 weight whose packed copy has 16 bits or less, where these hold it; see `pack`. Which
+    form is taken is guessed, until `use_forms` tells. Gradients flow through the usual call alone.
     """
 
     def __init__(
@@ -31,9 +36,12 @@ class Product:
     ) -> None:
         self.weight = weight
         self.bias = bias
-        self._packed: Tensor | HalfWeight | None = None
+        self._packed: Tensor | Compact | None = None
         self._packed_from: tuple[int, int] | None = None
         self._rounds = False
+        self._linear: Linear | None = None
+        self._linear_from: tuple[int, int] | None = None
+        self._in_rows: Tensor | None = None
         self._measured: FormTables = {}
         self._table = self._choose_table()
 
@@ -53,6 +61,10 @@ class Product:
         """The product in one form, which its kind must have."""
         if form == "usual" or form == "packed":
             return self.by_kernel(hidden, packed=form == "packed")
+        if form == "native":
+            kernels = find_kernels()
+            assert kernels is not None
+            return kernels.product(self.linear(), hidden)
         rows = hidden.reshape(-1, hidden.shape[-1])
         num_rows = len(rows)
         if form.endswith("twice"):
@@ -63,9 +75,30 @@ class Product:
     @property
     def kind(self) -> ProductKind:
         """What decides how fast its forms are."""
-        packing: Packing = "half" if self.is_half else "packed" if self.is_packed else "none"
         num_outputs, num_inputs = self.weight.shape
-        return ProductKind(num_outputs, num_inputs, self.weight.dtype, packing)
+        return ProductKind(num_outputs, num_inputs, self.weight.dtype, self.packing)
+
+    @property
+    def packing(self) -> Packing:
+        """What the packed copy is."""
+        for packing, compact in COMPACT.items():
+            if isinstance(self._packed, compact):
+                return packing
+        return "packed" if self.is_packed else "none"
+
+    def linear(self) -> Linear:
+        """As our own kernels take it: the weight itself, or its shorter copy; the same object while that stands."""
+        state = tensor_state(self.weight)
+        if self._linear is None or self._linear_from != state:
+            if isinstance(self._packed, Compact) and self._packed_from != state:
+                self.pack(rounds=self._rounds)
+            if isinstance(self._packed, Compact):
+                self._linear = self._packed.linear(self.bias)
+            else:
+                self._in_rows = self.weight.detach().contiguous()
+                self._linear = Linear.of(self._in_rows, self.bias)
+            self._linear_from = state
+        return self._linear
 
     def _follow_dtype(self) -> None:
         if self.is_packed:
@@ -82,16 +115,11 @@ class Product:
         """Whether there is a packed copy."""
         return self._packed is not None
 
-    @property
-    def is_half(self) -> bool:
-        """Whether the packed copy is in 16 bits, and the weight in float32."""
-        return isinstance(self._packed, HalfWeight)
-
     def by_kernel(self, hidden: Tensor, *, packed: bool) -> Tensor:  # [..., T, D_in] -> [..., T, D_out]
         """The product by one call whatever the number of rows: of the machine's own kernel, or the usual one."""
         if packed and self._packed_from != tensor_state(self.weight):
             self.pack(rounds=self._rounds)
-        if packed and isinstance(self._packed, HalfWeight):
+        if packed and isinstance(self._packed, Compact):
             output = self._packed(hidden)
             return output if self.bias is None else output.add_(self.bias)
         if packed and self._packed is not None:
@@ -101,11 +129,12 @@ class Product:
     def pack(self, *, rounds: bool = False) -> None:
         """Keep a packed copy of the weight, made anew when the weight has changed; nothing on other devices.
 
-        A float32 weight is packed in 16 bits where these hold it, see `half_weight`. With `rounds` also where they do
-        not: for what drafts, which may be anything.
+        A float32 weight is packed as it was quantised where it was, see `block_weight`, or in 16 bits where these hold
+        it, see `half_weight`. With `rounds` also where they do not: for what drafts, which may be anything.
         """
         self._rounds = rounds
-        self._packed = half_weight(self.weight, rounds=rounds)
+        self._linear = None
+        self._packed = block_weight(self.weight) or half_weight(self.weight, rounds=rounds)
         if self._packed is None and self.weight.device.type == "cpu" and can_pack(self.weight.dtype):
             self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), PACKED_FOR)
         self._packed_from = tensor_state(self.weight)

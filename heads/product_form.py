@@ -6,10 +6,12 @@ from typing import Literal, NamedTuple
 
 import torch
 
-Form = Literal["usual", "packed", "packed-twice", "transposed", "transposed-twice"]
-"""`usual` is the library's own call, `packed` reads the packed copy, `transposed` has the weight as its first factor;
-*twice* doubles the rows, for kernels that are slow for just these few."""
-Packing = Literal["none", "packed", "half"]
+from .kernels import KERNEL_DTYPES, MAX_ROWS, find_kernels
+
+Form = Literal["usual", "native", "packed", "packed-twice", "transposed", "transposed-twice"]
+"""`usual` is the library's own call, `native` one of our own `kernels`, `packed` reads the packed copy, `transposed`
+has the weight as its first factor; *twice* doubles the rows, for kernels that are slow for just these few."""
+Packing = Literal["none", "packed", "half", "block"]
 
 MAX_PACKED_ROWS = 64
 """Beyond so many rows a packed weight saves little, and its kernel takes a while to be made for each number of rows."""
@@ -21,7 +23,7 @@ class ProductKind(NamedTuple):
     num_outputs: int
     num_inputs: int
     dtype: torch.dtype
-    packing: Packing  # `half` is a float32 weight whose packed copy has 16 bits
+    packing: Packing  # `half` is a float32 weight whose packed copy has 16 bits, `block` has fewer
 
 
 class FormTable(NamedTuple):
@@ -45,23 +47,37 @@ _GUESSED: dict[tuple[torch.dtype, Packing], FormTable] = {
     ),
     # Never in another form: whatever the number of rows, a row has the same bits.
     (torch.float32, "half"): FormTable((1, MAX_PACKED_ROWS + 1), ("packed", "usual")),
+    (torch.float32, "block"): FormTable((1, MAX_PACKED_ROWS + 1), ("packed", "usual")),
     (torch.bfloat16, "packed"): FormTable(
         (1, 2, 3, MAX_PACKED_ROWS + 1), ("packed", "packed-twice", "packed", "usual")
     ),
 }
 
 
+_NATIVE: dict[tuple[torch.dtype, Packing], FormTable] = {
+    (torch.float32, "none"): FormTable((1, MAX_ROWS + 1), ("native", "usual")),
+    (torch.float32, "packed"): FormTable((1, MAX_ROWS + 1, MAX_PACKED_ROWS + 1), ("native", "packed", "usual")),
+    (torch.bfloat16, "none"): FormTable((1, MAX_ROWS + 1), ("native", "usual")),
+    (torch.bfloat16, "packed"): FormTable((1, 8, MAX_PACKED_ROWS + 1), ("native", "packed", "usual")),
+}
+
+
 def guessed_forms(kind: ProductKind) -> FormTable:
-    """What was fastest on an x86 machine with AVX-512 and bfloat16; see `measure_forms` for another."""
-    return _GUESSED.get((kind.dtype, kind.packing), _USUAL)
+    """What was fastest on x86 machines with AVX-512 and bfloat16; see `measure_forms` for another."""
+    with_kernels = {} if find_kernels() is None else _NATIVE
+    key = kind.dtype, kind.packing
+    return with_kernels.get(key) or _GUESSED.get(key, _USUAL)
 
 
 def possible_forms(kind: ProductKind, num_rows: int) -> tuple[Form, ...]:
     """All that compute so many rows of this kind to what is promised of it."""
-    if kind.packing == "half":
+    if kind.packing in ("half", "block"):
         return (guessed_forms(kind).form(num_rows),)
     packed: tuple[Form, ...] = ("packed", "packed-twice") if kind.packing == "packed" else ()
+    native: tuple[Form, ...] = (
+        ("native",) if num_rows <= MAX_ROWS and find_kernels() and kind.dtype in KERNEL_DTYPES else ()
+    )
     if kind.dtype == torch.float32:
-        return ("usual", *packed, "transposed", "transposed-twice")
-    # In 16 bits the model's own last bits are kept, and two rows are summed in another order than one.
-    return ("usual", *(packed[:1] if num_rows == 1 else packed))
+        return ("usual", *native, *packed, "transposed", "transposed-twice")
+    # In 16 bits two rows of the machine's kernel are summed in another order than one.
+    return ("usual", *native, *(packed[:1] if num_rows == 1 else packed))

@@ -11,7 +11,7 @@ from tqdm import tqdm
 from .product import Product
 from .product_form import MAX_PACKED_ROWS, Form, FormTable, FormTables, ProductKind, guessed_forms, possible_forms
 
-ROW_COUNTS = (1, 2, 3, 4, 8, 9, 16, 32)
+ROW_COUNTS = (1, 2, 3, 4, 8, 9, 17, 32)
 """Numbers of rows that are timed. The form of one holds up to the next, that of the last as far as packed copies serve;
 where a guessed form begins is among them."""
 MARGIN = 0.8

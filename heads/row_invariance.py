@@ -54,7 +54,7 @@ class TiledProduct(nn.Module):
     def kind(self) -> tuple[object, ...]:
         """What a kernel chooses its ways by."""
         product, weight = self._product, self._product.weight
-        return weight.shape, weight.dtype, weight.device, product.bias is None, self._packed, product.is_half
+        return weight.shape, weight.dtype, weight.device, product.bias is None, product.packing
 
     def is_invariant(self) -> bool:
         """Try all tiles and places on this machine, with a weight of the same kind.
@@ -66,7 +66,7 @@ class TiledProduct(nn.Module):
         num_outputs, size = weight.shape
         generator = torch.Generator().manual_seed(0)
         pattern, inputs = torch.randn(2, ROW_COUNTS[-1], size // 2, generator=generator).to(weight.device, weight.dtype)
-        if self._product.is_half:
+        if self._product.packing == "half":
             pattern = pattern.half().to(weight.dtype)
         order = torch.randperm(size // 2 * 2, generator=generator).to(weight.device)
         padding = (0, size % 2)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..heads import capped_attention
+from ..heads import KERNEL_DTYPES, MAX_ATTENDED_ROWS, Places, capped_attention, find_kernels
 from .exact_attention import exact_attention
 from .kv_cache import KVCache
 from .token_tree import TokenTree, tree_mask
@@ -96,6 +96,9 @@ class PagedAttention:
         self._device = device
         self._layout = layout
         self._masks: dict[tuple[int, int | None, int, torch.dtype], Tensor] = {}
+        num_rows = sum(span.stop - span.start for span in spans)
+        is_plain = not is_exact and layout is None and trees is None and device.type == "cpu"
+        self._kernels = find_kernels() if is_plain and 0 < num_rows <= MAX_ATTENDED_ROWS else None
 
     def __call__(
         self,
@@ -109,6 +112,12 @@ class PagedAttention:
         softcap: float | None,
     ) -> Tensor:  # [T, H, Dh]
         """See `Attend`."""
+        if self._kernels is not None and softcap is None and query.dtype in KERNEL_DTYPES:
+            self._clear(kv_layer)
+            pools = self._kv_cache.keys[kv_layer], self._kv_cache.values[kv_layer]
+            return self._kernels.paged_attention(
+                query, key, value, *pools, self._places, scaling=scaling, window=window
+            )
         self.write(kv_layer, key, value)
         if self._layout is not None and softcap is None:
             pools = self._kv_cache.blocks(kv_layer)
@@ -124,15 +133,38 @@ class PagedAttention:
 
     def write(self, kv_layer: int, key: Tensor, value: Tensor) -> None:  # [T, Hkv, Dh] each
         """Keep the new tokens' keys and values."""
-        if self._new_blocks is not None:
-            self._kv_cache.clear(kv_layer, self._new_blocks)
+        self._clear(kv_layer)
         self._kv_cache.write(kv_layer, self._slots, key, value)
 
     def prepare(self) -> None:
         """Take from the host now what the layers will ask for."""
-        _ = self._slots, self._new_blocks
+        _ = self._new_blocks
+        if self._kernels is not None:
+            _ = self._places
+            return
+        _ = self._slots
         if self._layout is None and self._trees is None:
             _ = self._ends
+
+    def _clear(self, kv_layer: int) -> None:
+        if self._new_blocks is not None:
+            self._kv_cache.clear(kv_layer, self._new_blocks)
+
+    @cached_property
+    def _places(self) -> Places:
+        lengths = [span.stop - span.start for span in self._spans]
+        sequences = np.repeat(np.arange(len(lengths)), lengths)
+        positions = np.concatenate([np.arange(span.start, span.stop) for span in self._spans])
+        num_blocks = max(len(span.block_table) for span in self._spans)
+        tables = np.zeros((len(lengths), num_blocks), dtype=np.int64)
+        for row, span in zip(tables, self._spans, strict=True):
+            row[: len(span.block_table)] = span.block_table
+        return Places.of(
+            torch.from_numpy(sequences),
+            torch.from_numpy(positions),
+            torch.from_numpy(tables),
+            self._kv_cache.block_size,
+        )
 
     @cached_property
     def _slots(self) -> Tensor | slice:

@@ -15,12 +15,11 @@ from typing import Any
 import torch
 
 from ..checkpoints import fingerprint, write_atomically
-from ..checkpoints.base_model import cache_folder
-from ..heads import EarlyExitModel
+from ..heads import EarlyExitModel, cache_folder
 from .config import EngineConfig
 from .cost_model import Costs, Overhead, Table
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 NEUTRAL_OPTIONS = frozenset({"max_num_seqs", "num_blocks", "max_prefill_tokens", "plan", "replan"})
 """Options of an engine that do not change what a round takes."""
 

@@ -11,7 +11,7 @@ from ..checkpoints import write_atomically
 from ..heads import EarlyExitModel, FormTable, FormTables, ProductKind, is_timed, measure_forms, possible_forms
 from .cost_file import device_key, kept_path
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
 def use_measured_forms(model: EarlyExitModel) -> None:

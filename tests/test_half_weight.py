@@ -34,7 +34,7 @@ def test_a_weight_of_16_bits_is_multiplied_exactly(dtype, has_bias, leading):
     weight, bias = released(256, 192, dtype=dtype), make(256, seed=2) if has_bias else None
     product = Product(weight, bias)
     product.pack()
-    assert product.is_half
+    assert product.packing == "half"
     for num_rows in ROW_COUNTS:
         hidden = make(*leading, num_rows, 192)
         expected = F.linear(hidden.double(), weight.double(), None if bias is None else bias.double())
@@ -108,7 +108,7 @@ def test_the_copy_follows_its_weight_out_of_16_bits_and_back():
         parameter.copy_(weight)
         product(make(4, 5))  # so many rows are multiplied by the packed copy of any kind
         torch.testing.assert_close(product(hidden), F.linear(hidden, weight))
-        assert product.is_half == is_half
+        assert (product.packing == "half") == is_half
 
 
 @torch.no_grad()
@@ -116,7 +116,7 @@ def test_a_bias_is_read_anew_and_may_be_large_beside_a_small_weight():
     bias = torch.nn.Parameter(torch.full((6,), 2.0**20))
     product = Product(torch.full((6, 5), 2.0**-100), bias)
     product.pack()
-    assert product.is_half
+    assert product.packing == "half"
     assert torch.equal(product(make(2, 5)), torch.full((2, 6), 2.0**20))
     bias.mul_(2)
     assert torch.equal(product(make(2, 5)), torch.full((2, 6), 2.0**21))
@@ -140,7 +140,7 @@ def test_another_quantized_engine_takes_the_copy_away():
     finally:
         torch.backends.quantized.engine = before
     assert product.is_packed
-    assert not product.is_half
+    assert product.packing != "half"
     with torch.no_grad():
         torch.testing.assert_close(product(hidden), F.linear(hidden, product.weight))
 
@@ -154,10 +154,10 @@ def test_an_exact_engine_tries_the_products_of_other_weights(monkeypatch):
         base.lm_head.weight.mul_(1.1)
         base.model.layers[0].self_attn.q_proj.weight.mul_(1.1)
     assert list(engine.generate(PROMPTS[:1], params)[0].token_ids) == reference(base, PROMPTS[0], 8)
-    assert not engine.model.backbone._lm_head_product.is_half
+    assert engine.model.backbone._lm_head_product.packing != "half"
     with torch.no_grad():
         base.lm_head.weight.mul_(1.1)
-    monkeypatch.setattr(TiledProduct, "is_invariant", lambda self: self._product.is_half)
+    monkeypatch.setattr(TiledProduct, "is_invariant", lambda self: self._product.packing == "half")
     for _ in range(2):
         with pytest.raises(ValueError, match="depends on the number of rows"):
             engine.add_request(PROMPTS[0], params)
@@ -169,7 +169,7 @@ def test_the_answers_are_those_of_generate(architecture, method, exact):
     base = build_base(architecture).bfloat16().float()
     model = build_heads(base, "random")
     engine = Engine(model, method=method, num_blocks=32, pack_weights=True, exact=exact)
-    assert model.backbone._lm_head_product.is_half
+    assert model.backbone._lm_head_product.packing == "half"
     completions = engine.generate(PROMPTS, SamplingParams(max_new_tokens=20))
     for prompt, completion in zip(PROMPTS, completions, strict=True):
         assert list(completion.token_ids) == reference(base, prompt, 20)
@@ -189,12 +189,12 @@ def test_exact_mode_tries_the_kernel_that_it_uses(monkeypatch):
 def test_the_rows_that_draft_are_rounded_and_nothing_else_is():
     model = build_heads(build_base("llama"), "random", head=("block", "mlp"), draft_vocab_size=24)
     model.pack_weights()
-    assert not model.backbone._lm_head_product.is_half
-    assert not any(part.fused._product.is_half for part in _fused_parts(model.backbone.layers))
+    assert model.backbone._lm_head_product.packing != "half"
+    assert not any(part.fused._product.packing == "half" for part in _fused_parts(model.backbone.layers))
     heads = model.exit_heads
-    assert not any(part.fused._product.is_half for part in _fused_parts([heads[0]._blocks[1]]))
-    assert not heads[1]._by_mlp.is_half
-    assert all(rows.is_half for rows in model._rows)
+    assert not any(part.fused._product.packing == "half" for part in _fused_parts([heads[0]._blocks[1]]))
+    assert heads[1]._by_mlp.packing != "half"
+    assert all(rows.packing == "half" for rows in model._rows)
     state = make(1, 5, model.backbone.hidden_size)
     expected = model.backbone.logits(state)[..., heads[0].draft_vocab_ids]
     torch.testing.assert_close(model.exit_logits(0, state), expected, rtol=0, atol=1e-2)

@@ -63,7 +63,7 @@ def test_guessed_forms_are_possible_and_a_half_weight_has_but_one():
         kind = make_product(dtype, packs=packs).kind
         assert all(guessed_forms(kind).form(rows) in possible_forms(kind, rows) for rows in range(1, 80))
     half = make_product(torch.float32, packs=True, released=True)
-    if half.is_half:
+    if half.packing == "half":
         assert {possible_forms(half.kind, rows) for rows in range(1, 65)} == {("packed",)}
 
 
