@@ -14,7 +14,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from .architectures import find_parts, max_context
 from .fused_linear import fuse_linears, fused_products
-from .lean_layer import TRIAL_LENGTH, LeanLayer, Rotary, agrees, is_of_family
+from .lean_layer import TRIAL_LENGTHS, LeanLayer, Rotary, agrees, is_of_family
 from .product import Product
 from .row_invariance import TiledProduct, row_invariant, tiled_products
 from .stand_in import is_plain_linear, is_stand_in, plain_copy, read_weight
@@ -264,10 +264,13 @@ class Backbone:
             return False  # nothing can be tried where nothing is computed
         kinds = {LeanLayer(layer).window: layer for layer in self.layers}
         generator = torch.Generator().manual_seed(0)
-        hidden = torch.randn(1, TRIAL_LENGTH, self.hidden_size, generator=generator).to(self.device, self.dtype)
-        positions = torch.arange(TRIAL_LENGTH, device=self.device)
-        cos, sin = self._rotary(hidden, positions, self.layers[0])
-        return all(agrees(layer, LeanLayer(layer), cos, sin, hidden) for layer in kinds.values())
+        for length in TRIAL_LENGTHS:
+            hidden = torch.randn(1, length, self.hidden_size, generator=generator).to(self.device, self.dtype)
+            positions = torch.arange(length, device=self.device)
+            cos, sin = self._rotary(hidden, positions, self.layers[0])
+            if not all(agrees(layer, LeanLayer(layer), cos, sin, hidden) for layer in kinds.values()):
+                return False
+        return True
 
     def _run_layer(
         self, layer: AnyLayer, kv_layer: int, hidden: Tensor, positions: Tensor, rotary: Any, attend: Attend

@@ -18,7 +18,7 @@ from transformers.activations import SiLUActivation
 
 from .attention import DenseAttention
 from .fused_linear import FusedPart
-from .kernels import Heads, Layer, Linear, find_kernels, pointer
+from .kernels import MAX_ROWS, Heads, Layer, Linear, find_kernels, pointer
 
 if TYPE_CHECKING:
     from .backbone import Attend
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 FAMILY = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
 """Classes of transformers that compute in this way."""
 
-TRIAL_LENGTH = 5
-"""Tokens of the sequence over which a layer is tried."""
+TRIAL_LENGTHS = (5, MAX_ROWS + 1)
+"""Tokens of the sequences over which a layer is tried: few, as kernels take, and more."""
 
 
 class Rotary(NamedTuple):
@@ -151,9 +151,9 @@ def _are_one(module: Any, *groups: Iterable[str]) -> bool:
 def agrees(
     layer: nn.Module,
     lean: LeanLayer,
-    cos: Tensor,  # [1, TRIAL_LENGTH, Dh], the library's
+    cos: Tensor,  # [1, T, Dh], the library's
     sin: Tensor,
-    hidden: Tensor,  # [1, TRIAL_LENGTH, D]
+    hidden: Tensor,  # [1, T, D]
 ) -> bool:
     """Whether `lean` does what `layer` does: tried, so that another version of the library cannot change it unseen."""
     asked: list[tuple[int, dict[str, Any]]] = []

@@ -79,5 +79,5 @@ def possible_forms(kind: ProductKind, num_rows: int) -> tuple[Form, ...]:
     )
     if kind.dtype == torch.float32:
         return ("usual", *native, *packed, "transposed", "transposed-twice")
-    # In 16 bits two rows of the machine's kernel are summed in another order than one.
-    return ("usual", *native, *(packed[:1] if num_rows == 1 else packed))
+    # Doubled, one row or many would go to another of the machine's kernels, which sums in another order.
+    return ("usual", *native, *(packed if 1 < num_rows <= MAX_ROWS else packed[:1]))

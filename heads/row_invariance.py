@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .fused_linear import FusedLinear, FusedPart
+from .kernels import KERNEL_DTYPES, find_kernels
 from .product import Product
 from .stand_in import is_stand_in
 
@@ -24,9 +25,9 @@ ROW_COUNTS = (4, 8, 16, 32, 64)
 class TiledProduct(nn.Module):
     """A `Product` in tiles: the rows that are missing to the next of `ROW_COUNTS` are zeros.
 
-    No library promises that a row comes out the same in all these tiles and at every place in them: see `is_invariant`.
-    It is packed, or not, as `product` is when this is made, so that a later `Product.pack` for somebody else's sake
-    changes nothing.
+    Our own `kernels` compute each row by itself. No library promises that it comes out the same in all these tiles and
+    at every place in them: see `is_invariant`. It is packed, or not, as `product` is when this is made, so that a later
+    `Product.pack` for somebody else's sake changes nothing.
     """
 
     def __init__(self, product: Product) -> None:
@@ -41,7 +42,7 @@ class TiledProduct(nn.Module):
             # Always memory of its own: kernels also look at strides and alignment.
             padded = hidden.new_zeros(next(count for count in ROW_COUNTS if count >= len(tile)), hidden.shape[-1])
             padded[: len(tile)] = tile
-            outputs.append(self._product.by_kernel(padded, packed=self._packed)[: len(tile)])
+            outputs.append(self._multiply(self._product, padded)[: len(tile)])
         output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return output.reshape(*hidden.shape[:-1], -1)
 
@@ -76,15 +77,18 @@ class TiledProduct(nn.Module):
         product = Product(pattern[numbers], None if bias is None else torch.zeros_like(bias))
         if self._packed:
             product.pack()
-        expected = product.by_kernel(inputs, packed=self._packed)
-        moved = product.by_kernel(inputs.roll(1, 0), packed=self._packed)
+        expected = self._multiply(product, inputs)
+        moved = self._multiply(product, inputs.roll(1, 0))
         if not torch.equal(moved, expected.roll(1, 0)):
             return False
         # One row further back than in the largest tile.
         tiles = [slice(1, 1 + count) for count in ROW_COUNTS[:-1]]
-        return all(
-            torch.equal(product.by_kernel(inputs[rows].clone(), packed=self._packed), expected[rows]) for rows in tiles
-        )
+        return all(torch.equal(self._multiply(product, inputs[rows].clone()), expected[rows]) for rows in tiles)
+
+    def _multiply(self, product: Product, rows: Tensor) -> Tensor:  # [T, D_in] -> [T, D_out]
+        if rows.device.type == "cpu" and rows.dtype in KERNEL_DTYPES and find_kernels() is not None:
+            return product.by_form(rows, "native")
+        return product.by_kernel(rows, packed=self._packed)
 
 
 class RowByRow(nn.Module):

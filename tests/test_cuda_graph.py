@@ -23,6 +23,9 @@ from .paged_kernel import stand_in
 from .test_batching import fill_with_nan_what_is_free
 from .test_drafter import FREE, PROMPTS, SAMPLINGS, params_of
 
+# What they compute is no operation of torch, and a GPU has none of them.
+pytestmark = pytest.mark.usefixtures("without_kernels")
+
 
 class Recorder(TorchDispatchMode):
     """Remembers each operation with its tensors."""

@@ -14,6 +14,9 @@ from hispec.infer.model_runner import ModelRunner
 from .host_watch import HostIsTouchedError, host_is_untouched
 from .models import build_base, build_heads, shallow
 
+# A GPU has none of them.
+pytestmark = pytest.mark.usefixtures("without_kernels")
+
 PROMPTS = [[9], [8, 7, 6, 5, 4, 3, 9, 9, 10, 11, 12], list(range(3, 23))]
 FREE = {"temperature": 1.0}
 SAMPLINGS = {

@@ -251,7 +251,7 @@ class OtherLinear(nn.Linear):
     """Not computed as a plain linear layer, for all that is known."""
 
 
-def test_a_product_that_depends_on_the_number_of_rows_is_refused(base, monkeypatch):
+def test_a_product_that_depends_on_the_number_of_rows_is_refused(base, monkeypatch, without_kernels):
     # Two rows at once are another sum than four: a deliberately wrong kernel.
     by_kernel = Product.by_kernel
 
@@ -269,7 +269,7 @@ def test_a_product_that_depends_on_the_number_of_rows_is_refused(base, monkeypat
         Engine(model, exact=True, num_blocks=64)
 
 
-def test_a_row_alone_is_refused_where_the_library_computes_it_otherwise(monkeypatch):
+def test_a_row_alone_is_refused_where_the_library_computes_it_otherwise(monkeypatch, without_kernels):
     weight = torch.randn(576, 1536, generator=torch.Generator().manual_seed(0))
     tiled = TiledProduct(Product(weight))
     by_kernel = Product.by_kernel

@@ -106,7 +106,7 @@ def test_the_copy_follows_its_weight_out_of_16_bits_and_back():
     product.pack()
     for weight, is_half in ((make(6, 5, seed=3), False), (released(6, 5, seed=4), True)):
         parameter.copy_(weight)
-        product(make(4, 5))  # so many rows are multiplied by the packed copy of any kind
+        product(make(20, 5))  # so many rows are multiplied by the packed copy of any kind
         torch.testing.assert_close(product(hidden), F.linear(hidden, weight))
         assert (product.packing == "half") == is_half
 
@@ -130,7 +130,7 @@ def test_a_row_may_come_without_a_number():
     torch.testing.assert_close(product(hidden), F.linear(hidden, product.weight))
 
 
-def test_another_quantized_engine_takes_the_copy_away():
+def test_another_quantized_engine_takes_the_copy_away(without_kernels):
     product, hidden = Product(released(6, 5)), make(3, 5)
     product.pack()
     before = torch.backends.quantized.engine
@@ -176,7 +176,7 @@ def test_the_answers_are_those_of_generate(architecture, method, exact):
 
 
 @torch.no_grad()
-def test_exact_mode_tries_the_kernel_that_it_uses(monkeypatch):
+def test_exact_mode_tries_the_kernel_that_it_uses(monkeypatch, without_kernels):
     product = Product(released(64, 48))
     product.pack()
     assert TiledProduct(product).is_invariant()

@@ -47,14 +47,14 @@ def test_every_form_is_the_product(dtype, packs):
 
 @pytest.mark.skipif(not can_pack(torch.bfloat16), reason="this machine has no packed bfloat16 product")
 @torch.no_grad()
-def test_in_16_bits_every_form_has_the_bits_of_the_usual_one():
+def test_in_16_bits_every_form_of_the_library_has_the_bits_of_the_usual_one():
     size = 1536
     product = Product(make(3072, size, dtype=torch.bfloat16, seed=1))
     product.pack()
     # Another order of summation shows in one of some thousand numbers.
     for seed, num_rows in enumerate((*[1] * 12, 2, 2, 3, 8, 32, 64)):
         hidden = make(num_rows, size, dtype=torch.bfloat16, seed=seed)
-        for form in possible_forms(product.kind, num_rows):
+        for form in set(possible_forms(product.kind, num_rows)) - {"native"}:
             assert torch.equal(product.by_form(hidden, form), F.linear(hidden, product.weight)), (num_rows, form)
 
 
