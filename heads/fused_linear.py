@@ -70,7 +70,10 @@ class FusedLinear:
         return self._product
 
     def _follow(self) -> None:
-        if self._linears[0].weight.data_ptr() != self._product.weight.data_ptr():
+        # Read past the module's own lookup, which takes as long as a small operation.
+        weight = self._linears[0]._parameters["weight"]
+        assert weight is not None
+        if weight.data_ptr() != self._product.weight.data_ptr():
             self._product.weight, self._product.bias = self._gather()  # the base was moved, or its dtype changed
 
     def _gather(self) -> tuple[Tensor, Tensor | None]:  # [D_out, D_in], [D_out]

@@ -19,6 +19,8 @@ from transformers.activations import SiLUActivation
 from .attention import DenseAttention
 from .fused_linear import FusedPart
 from .kernels import MAX_ROWS, Heads, Layer, Linear, find_kernels, pointer
+from .product import COMPACT
+from .product_form import MAX_PACKED_ROWS
 
 if TYPE_CHECKING:
     from .backbone import Attend
@@ -47,6 +49,16 @@ class Rotary(NamedTuple):
         return heads.mul(self.cos).add_(heads.roll(heads.shape[-1] // 2, -1).mul_(self.sin))
 
 
+class _Description(NamedTuple):
+    """A layer as kernels take it."""
+
+    made_of: tuple[Any, ...]
+    layer: Layer | None
+    max_rows: int
+    linears: tuple[Linear, ...]
+    """Kept: an id belongs to another object when its own is gone."""
+
+
 class LeanLayer:
     """Runs a layer of `FAMILY` that `fuse_linears` went through, over the tensors that it has."""
 
@@ -54,8 +66,12 @@ class LeanLayer:
         attention, mlp = layer.self_attn, layer.mlp
         self._qkv, self._output = attention.q_proj.fused, attention.o_proj.fused
         self._gate_up, self._down = mlp.gate_proj.fused, mlp.down_proj.fused
-        self._norms = (layer.input_layernorm, layer.post_attention_layernorm)
-        self._head_norms = (getattr(attention, "q_norm", None), getattr(attention, "k_norm", None))
+        self._norms: list[Any] = [
+            layer.input_layernorm,
+            layer.post_attention_layernorm,
+            getattr(attention, "q_norm", None),
+            getattr(attention, "k_norm", None),
+        ]
         self._activation = mlp.act_fn
         self._head_dim: int = attention.head_dim
         self._num_heads: int = attention.config.num_attention_heads
@@ -66,7 +82,7 @@ class LeanLayer:
             window = getattr(attention.config, "sliding_window", None)
         self.window: int | None = window
         self._is_silu = isinstance(self._activation, (nn.SiLU, SiLUActivation))
-        self._described: tuple[tuple[Any, ...], Layer, tuple[Linear, ...]] | None = None
+        self._described: _Description | None = None
 
     def __call__(
         self,
@@ -79,13 +95,17 @@ class LeanLayer:
         num_heads, num_kv_heads = self._num_heads, self._num_kv_heads
         options: dict[str, Any] = {"scaling": self._scaling, "window": self.window, "softcap": None}
         kernels = find_kernels()
-        if kernels is not None and kernels.takes(hidden) and (layer := self._describe(hidden, rotary)) is not None:
+        if (
+            kernels is not None
+            and kernels.takes(hidden, MAX_PACKED_ROWS)
+            and (layer := self._describe(hidden, rotary)) is not None
+        ):
             heads = kernels.before_attention(layer, hidden, *rotary)
             query, key, value = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
             attended = attend(kv_layer, query, key, value, **options)
             return kernels.after_attention(layer, hidden, attended)
         heads = self._qkv(_rms_norm(self._norms[0], hidden)).view(hidden.shape[1], -1, self._head_dim)
-        q_norm, k_norm = self._head_norms
+        q_norm, k_norm = self._norms[2:]
         if q_norm is None or k_norm is None:
             query, key, value = rotary.turn(heads[:, : num_heads + num_kv_heads]), None, heads[:, -num_kv_heads:]
             query, key = query[:, :num_heads], query[:, num_heads:]
@@ -98,26 +118,26 @@ class LeanLayer:
         return hidden + self._down(self._activation(gate).mul_(up))
 
     def _describe(self, hidden: Tensor, rotary: Rotary) -> Layer | None:
-        """The layer as kernels take it; None where they do not: another activation, other types than the states', heads
-        that are turned in part."""
-        if not self._is_silu:
-            return None
-        linears = tuple(fused.product.linear() for fused in (self._qkv, self._output, self._gate_up, self._down))
-        norms = (*self._norms, *self._head_norms)
-        weights = [None if norm is None else norm.weight for norm in norms]
-        made_of = (*map(id, linears), *map(pointer, weights), hidden.dtype, rotary.cos.shape[-1])
-        if self._described is None or self._described[0] != made_of:
-            self._described = None
-            tensors = [self._qkv.product.weight, *weights, rotary.cos, rotary.sin]
-            is_whole = rotary.cos.shape[-1] == self._head_dim
-            if not is_whole or any(tensor is not None and tensor.dtype != hidden.dtype for tensor in tensors):
-                return None
-            eps = [0.0 if norm is None else norm.variance_epsilon for norm in norms]
-            heads = Heads(self._num_heads, self._num_kv_heads, self._head_dim)
-            layer = Layer(*linears, *map(pointer, weights), *eps, heads)
-            # With what was described: an id belongs to another object when its own is gone.
-            self._described = made_of, layer, linears
-        return self._described[1]
+        """The layer as kernels take it; None where they do not: too many rows, another activation, other types than the
+        states', heads that are turned in part."""
+        products = self._qkv.product, self._output.product, self._gate_up.product, self._down.product
+        linears = products[0].linear(), products[1].linear(), products[2].linear(), products[3].linear()
+        norms = [None if norm is None else norm._parameters["weight"] for norm in self._norms]
+        made_of = *map(id, linears), *map(pointer, norms), hidden.dtype, rotary.cos.shape[-1]
+        if self._described is None or self._described.made_of != made_of:
+            tensors = [products[0].weight, *norms, rotary.cos, rotary.sin]
+            are_alike = all(tensor is None or tensor.dtype == hidden.dtype for tensor in tensors)
+            layer = None
+            if self._is_silu and are_alike and rotary.cos.shape[-1] == self._head_dim:
+                eps = [0.0 if norm is None else norm.variance_epsilon for norm in self._norms]
+                heads = Heads(self._num_heads, self._num_kv_heads, self._head_dim)
+                layer = Layer(*linears, *map(pointer, norms), *eps, heads)
+            # Where all weights are short, there is nothing faster for more rows.
+            are_compact = all(product.packing in COMPACT for product in products)
+            max_rows = MAX_PACKED_ROWS if are_compact else MAX_ROWS
+            self._described = _Description(made_of, layer, max_rows, linears)
+        described = self._described
+        return described.layer if hidden.shape[1] <= described.max_rows else None
 
 
 def _rms_norm(norm: Any, hidden: Tensor) -> Tensor:
