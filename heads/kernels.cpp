@@ -16,7 +16,7 @@
 #include <immintrin.h>
 #include <omp.h>
 
-#ifndef __AVX512F__
+#if !defined(__AVX512F__) || !defined(__AVX512BW__) || !defined(__AVX512DQ__) || !defined(__AVX512VL__)
 #error "made for AVX-512"
 #endif
 
@@ -100,8 +100,8 @@ inline Lanes exp_of(Lanes x) {
     return is_low ? Lanes{} : result;
 }
 
-// Weights. A kind says how many bytes hold 32 values of a row, how these become two times 16 lanes of float32, and which
-// input belongs to which lane.
+// Weights. A kind says how many bytes hold 32 values of a row, how these become two times 16 lanes of float32, and
+// which input belongs to which lane.
 
 constexpr int PIECE = 2 * LANES;
 
@@ -302,7 +302,10 @@ struct Strides {
 struct Places {
     const int64_t *sequences, *positions, *tables;
     int64_t blocks_per_table, block_size;
-    const int64_t* table(int64_t row) const { return tables + sequences[row] * blocks_per_table; }
+    int64_t slot(int64_t row, int64_t position) const {
+        const int64_t* table = tables + sequences[row] * blocks_per_table;
+        return table[position / block_size] * block_size + position % block_size;
+    }
 };
 
 }  // extern "C"
@@ -509,69 +512,101 @@ void after_attention(const Layer& layer, const A* states, const A* attended, A* 
     }
 }
 
-// One query head over the keys of positions [first, last) of its sequence.
+inline Lanes load_some(const float* from, __mmask16 which) { return (Lanes)_mm512_maskz_loadu_ps(which, from); }
+
+inline Lanes load_some(const Bfloat16* from, __mmask16 which) {
+    return (Lanes)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(which, from)), 16);
+}
+
+// One query head over the keys and values that lie `offsets` behind these.
 template <typename A>
-void attend(const A* query, const A* keys, const A* values, const int64_t* table, int64_t block_size, int64_t stride,
-            int64_t head_dim, int64_t first, int64_t last, float scaling, float* scores, float* wide, A* output) {
-    const int64_t padded = (head_dim + LANES - 1) / LANES * LANES;
-    float *wide_query = wide, *total = wide + padded, *wide_row = wide + 2 * padded;
-    std::fill(wide, wide + 3 * padded, 0.0f);
-    for (int64_t index = 0; index < head_dim; ++index) wide_query[index] = to_float(query[index]);
-    float largest = -INFINITY;
-    for (int64_t key = first; key < last; ++key) {
-        const A* row = keys + (table[key / block_size] * block_size + key % block_size) * stride;
-        for (int64_t index = 0; index < head_dim; ++index) wide_row[index] = to_float(row[index]);
-        Lanes lanes = {};
-        for (int64_t index = 0; index < padded; index += LANES)
-            lanes += load(wide_row + index) * load(wide_query + index);
-        scores[key - first] = sum_of(lanes) * scaling;
-        largest = std::max(largest, scores[key - first]);
-    }
-    const int64_t num_keys = last - first;
-    float sum = 0;
+void attend(const A* query, const A* keys, const A* values, const std::vector<int64_t>& offsets, int64_t head_dim,
+            float scaling, A* output) {
+    const int64_t num_keys = offsets.size(), num_parts = (head_dim + LANES - 1) / LANES;
+    const __mmask16 all = 0xffff, rest = head_dim % LANES ? (1 << head_dim % LANES) - 1 : all;
+    const auto which = [&](int64_t part) { return part + 1 < num_parts ? all : rest; };
+    thread_local std::vector<Lanes> wide, scores;
+    wide.resize(num_parts);
+    for (int64_t part = 0; part < num_parts; ++part) wide[part] = load_some(query + part * LANES, which(part));
+    scores.resize((num_keys + LANES - 1) / LANES);
+    const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    Lanes largest = Lanes{} - INFINITY;
     for (int64_t start = 0; start < num_keys; start += LANES) {
         const int64_t count = std::min<int64_t>(LANES, num_keys - start);
-        Lanes lanes = Lanes{} - INFINITY;
-        std::memcpy(&lanes, scores + start, count * sizeof(float));
-        lanes = exp_of(lanes - largest);
-        std::memcpy(scores + start, &lanes, count * sizeof(float));
-        sum += sum_of(lanes);
+        Lanes many[LANES] = {};
+        for (int64_t key = 0; key < count; ++key) {
+            const A* row = keys + offsets[start + key];
+            Lanes total = {};
+            for (int64_t part = 0; part < num_parts; ++part)
+                total += load_some(row + part * LANES, which(part)) * wide[part];
+            many[key] = total;
+        }
+        Lanes found = (Lanes)_mm512_permutexvar_ps(order, (__m512)sums_of(many)) * scaling;
+        const __mmask16 is_key = (1 << count) - 1;
+        found = (Lanes)_mm512_mask_blend_ps(is_key, (__m512)(Lanes{} - INFINITY), (__m512)found);
+        scores[start / LANES] = found;
+        largest = found > largest ? found : largest;
     }
-    for (int64_t key = first; key < last; ++key) {
-        const A* row = values + (table[key / block_size] * block_size + key % block_size) * stride;
-        const float weight = scores[key - first];
-        for (int64_t index = 0; index < head_dim; ++index) total[index] += weight * to_float(row[index]);
+    const Lanes top = Lanes{} + _mm512_reduce_max_ps((__m512)largest);
+    Lanes weights = {};
+    for (Lanes& each : scores) {
+        each = exp_of(each - top);
+        weights += each;
     }
-    for (int64_t index = 0; index < head_dim; ++index) output[index] = from_float<A>(total[index] / sum);
+    const float* weight = reinterpret_cast<const float*>(scores.data());
+    const float sum = sum_of(weights);
+    constexpr int TOGETHER = 4;
+    for (int64_t first = 0; first < num_parts; first += TOGETHER) {
+        const int64_t count = std::min<int64_t>(TOGETHER, num_parts - first);
+        Lanes total[TOGETHER] = {};
+        if (count == TOGETHER) {
+            const __mmask16 last = which(first + TOGETHER - 1);
+            for (int64_t key = 0; key < num_keys; ++key) {
+                const A* row = values + offsets[key] + first * LANES;
+                const Lanes share = Lanes{} + weight[key];
+#pragma GCC unroll 4
+                for (int part = 0; part < TOGETHER; ++part)
+                    total[part] += load_some(row + part * LANES, part + 1 < TOGETHER ? all : last) * share;
+            }
+        } else {
+            for (int64_t key = 0; key < num_keys; ++key)
+                for (int64_t part = 0; part < count; ++part)
+                    total[part] += load_some(values + offsets[key] + (first + part) * LANES, which(first + part)) *
+                                   (Lanes{} + weight[key]);
+        }
+        for (int64_t part = 0; part < count; ++part)
+            for (int64_t index = 0; index < LANES && (first + part) * LANES + index < head_dim; ++index)
+                output[(first + part) * LANES + index] = from_float<A>(total[part][index] / sum);
+    }
 }
 
 template <typename A>
 void paged_attention(const A* queries, const A* new_keys, const A* new_values, const Strides& strides, A* keys,
                      A* values, const Places& places, const Heads& heads, int64_t window, float scaling, A* outputs,
                      int64_t num_rows, int64_t num_threads) {
-    const int64_t num_heads = heads.num_heads, head_dim = heads.head_dim, block_size = places.block_size;
+    const int64_t num_heads = heads.num_heads, head_dim = heads.head_dim;
     const int64_t stride = heads.num_kv_heads * head_dim, groups = num_heads / heads.num_kv_heads;
 #pragma omp parallel num_threads(num_threads)
     {
-        thread_local std::vector<float> memory;
         Share rows = share(num_rows);
         for (int64_t row = rows.first; row < rows.last; ++row) {
-            const int64_t position = places.positions[row], *table = places.table(row);
-            const int64_t slot = table[position / block_size] * block_size + position % block_size;
+            const int64_t slot = places.slot(row, places.positions[row]);
             std::memcpy(keys + slot * stride, new_keys + row * strides.keys, stride * sizeof(A));
             std::memcpy(values + slot * stride, new_values + row * strides.values, stride * sizeof(A));
         }
 #pragma omp barrier
+        thread_local std::vector<int64_t> offsets;  // of the keys that a row sees
         Share own = share(num_rows * num_heads);
         for (int64_t place = own.first; place < own.last; ++place) {
             const int64_t row = place / num_heads, head = place % num_heads, offset = head / groups * head_dim;
-            const int64_t last = places.positions[row] + 1;
-            const int64_t first = window > 0 ? std::max<int64_t>(0, last - window) : 0;
-            const int64_t room = 3 * (head_dim + LANES);
-            if (int64_t(memory.size()) < room + last - first) memory.resize(room + 2 * (last - first));
-            attend(queries + row * strides.queries + head * head_dim, keys + offset, values + offset,
-                   places.table(row), block_size, stride, head_dim, first, last, scaling, memory.data() + room,
-                   memory.data(), outputs + (row * num_heads + head) * head_dim);
+            if (place == own.first || head == 0) {
+                const int64_t last = places.positions[row] + 1;
+                const int64_t first = window > 0 ? std::max<int64_t>(0, last - window) : 0;
+                offsets.resize(last - first);
+                for (int64_t key = first; key < last; ++key) offsets[key - first] = places.slot(row, key) * stride;
+            }
+            attend(queries + row * strides.queries + head * head_dim, keys + offset, values + offset, offsets,
+                   head_dim, scaling, outputs + place * head_dim);
         }
     }
 }
