@@ -518,17 +518,18 @@ inline Lanes load_some(const Bfloat16* from, __mmask16 which) {
     return (Lanes)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(which, from)), 16);
 }
 
-// One query head over the keys and values that lie `offsets` behind these.
-template <typename A>
-void attend(const A* query, const A* keys, const A* values, const std::vector<int64_t>& offsets, int64_t head_dim,
-            float scaling, A* output) {
-    const int64_t num_keys = offsets.size(), num_parts = (head_dim + LANES - 1) / LANES;
-    const __mmask16 all = 0xffff, rest = head_dim % LANES ? (1 << head_dim % LANES) - 1 : all;
-    const auto which = [&](int64_t part) { return part + 1 < num_parts ? all : rest; };
-    thread_local std::vector<Lanes> wide, scores;
-    wide.resize(num_parts);
+// One query head over the keys and values that lie `offsets` behind these. PARTS lanes are a head; 0 is any number.
+template <typename A, int PARTS>
+void attend(const A* query, const A* keys, const A* values, const int64_t* offsets, int64_t num_keys,
+            int64_t head_dim, float scaling, A* output) {
+    const int64_t num_parts = PARTS ? PARTS : (head_dim + LANES - 1) / LANES;
+    const __mmask16 all = 0xffff, rest = !PARTS && head_dim % LANES ? (1 << head_dim % LANES) - 1 : all;
+    const auto which = [&](int64_t part) { return PARTS || part + 1 < num_parts ? all : rest; };
+    const int64_t num_groups = (num_keys + LANES - 1) / LANES;
+    thread_local std::vector<Lanes> memory;
+    memory.resize(num_parts + num_groups);
+    Lanes *const wide = memory.data(), *const scores = wide + num_parts;
     for (int64_t part = 0; part < num_parts; ++part) wide[part] = load_some(query + part * LANES, which(part));
-    scores.resize((num_keys + LANES - 1) / LANES);
     const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     Lanes largest = Lanes{} - INFINITY;
     for (int64_t start = 0; start < num_keys; start += LANES) {
@@ -537,6 +538,7 @@ void attend(const A* query, const A* keys, const A* values, const std::vector<in
         for (int64_t key = 0; key < count; ++key) {
             const A* row = keys + offsets[start + key];
             Lanes total = {};
+#pragma GCC unroll 8
             for (int64_t part = 0; part < num_parts; ++part)
                 total += load_some(row + part * LANES, which(part)) * wide[part];
             many[key] = total;
@@ -549,11 +551,11 @@ void attend(const A* query, const A* keys, const A* values, const std::vector<in
     }
     const Lanes top = Lanes{} + _mm512_reduce_max_ps((__m512)largest);
     Lanes weights = {};
-    for (Lanes& each : scores) {
-        each = exp_of(each - top);
-        weights += each;
+    for (int64_t group = 0; group < num_groups; ++group) {
+        scores[group] = exp_of(scores[group] - top);
+        weights += scores[group];
     }
-    const float* weight = reinterpret_cast<const float*>(scores.data());
+    const float* weight = reinterpret_cast<const float*>(scores);
     const float sum = sum_of(weights);
     constexpr int TOGETHER = 4;
     for (int64_t first = 0; first < num_parts; first += TOGETHER) {
@@ -605,8 +607,9 @@ void paged_attention(const A* queries, const A* new_keys, const A* new_values, c
                 offsets.resize(last - first);
                 for (int64_t key = first; key < last; ++key) offsets[key - first] = places.slot(row, key) * stride;
             }
-            attend(queries + row * strides.queries + head * head_dim, keys + offset, values + offset, offsets,
-                   head_dim, scaling, outputs + place * head_dim);
+            const auto by_size = head_dim == 4 * LANES ? attend<A, 4> : head_dim == 8 * LANES ? attend<A, 8> : attend<A, 0>;
+            by_size(queries + row * strides.queries + head * head_dim, keys + offset, values + offset, offsets.data(),
+                    offsets.size(), head_dim, scaling, outputs + place * head_dim);
         }
     }
 }
