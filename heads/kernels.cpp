@@ -607,7 +607,8 @@ void paged_attention(const A* queries, const A* new_keys, const A* new_values, c
                 offsets.resize(last - first);
                 for (int64_t key = first; key < last; ++key) offsets[key - first] = places.slot(row, key) * stride;
             }
-            const auto by_size = head_dim == 4 * LANES ? attend<A, 4> : head_dim == 8 * LANES ? attend<A, 8> : attend<A, 0>;
+            const int64_t parts = head_dim % LANES ? 0 : head_dim / LANES;
+            const auto by_size = parts == 4 ? attend<A, 4> : parts == 8 ? attend<A, 8> : attend<A, 0>;
             by_size(queries + row * strides.queries + head * head_dim, keys + offset, values + offset, offsets.data(),
                     offsets.size(), head_dim, scaling, outputs + place * head_dim);
         }

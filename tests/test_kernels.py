@@ -191,7 +191,9 @@ def test_texts_side_by_side_and_in_pieces_come_out_as_alone_to_the_bit(architect
 
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES)
 @pytest.mark.parametrize("window", [None, 1, 5])
-@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(4, 4, 8), (6, 2, 24), (3, 1, 33), (3, 1, 64), (2, 2, 128)])
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim"), [(4, 4, 8), (6, 2, 24), (3, 1, 33), (3, 1, 64), (2, 2, 128)]
+)
 @torch.inference_mode()
 def test_attention_over_blocks_is_attention(dtype, window, num_heads, num_kv_heads, head_dim):
     size, tables = 4, torch.tensor([[7, 2, 9, 0], [3, 8, 0, 0]])
