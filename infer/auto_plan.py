@@ -2,16 +2,18 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import cache, partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..heads import EarlyExitModel
 from .acceptance_file import known_acceptance
 from .config import EngineConfig
 from .cost_file import machine_key, read_costs, write_costs
-from .cost_model import Acceptance, Costs, Setting
+from .cost_model import Acceptance, Costs, Setting, row_cost
 from .draft_lengths import build_choice
 from .machine import measure_costs
+from .ngram_proposer import RowCost
 from .planner import Plan, plan
 from .round_policy import CostPolicy
 
@@ -27,11 +29,20 @@ BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
 """Sizes that a plan has a row for, up to the engine's own."""
 
 
-def make_plan(
-    model: EarlyExitModel, options: Mapping[str, Any], build_engine: "Callable[..., Engine]"
-) -> tuple[Plan, dict[str, Any], CostPolicy | None]:
-    """The plan of the engine that `options` describe, these with its method, exits and longest drafts, and what
-    chooses the lengths of each round; None where nothing is ever drafted.
+class AutoPlan(NamedTuple):
+    """What an engine with `plan="auto"` is made of."""
+
+    plan: Plan
+    options: dict[str, Any]
+    """Those given, with method, exits and longest drafts."""
+    round_policy: CostPolicy | None
+    """Chooses the lengths of each round; None where no exit ever drafts."""
+    row_cost: RowCost
+    """What a copied token costs."""
+
+
+def make_plan(model: EarlyExitModel, options: Mapping[str, Any], build_engine: "Callable[..., Engine]") -> "AutoPlan":
+    """The plan of the engine that `options` describe, and what follows from it.
 
     How often drafts are kept is taken as greedy requests have it: an engine does not know yet what it will be asked.
     Raises ValueError for options that contradict, and where neither the model's adapter nor `hispec-plan --prompts` has
@@ -56,7 +67,12 @@ def make_plan(
         planned |= {"method": "ngram", "ngram_drafts": None} if is_plain else {"ngram_drafts": True}
     # Elsewhere the host would wait for the device at each token, which costs more than a token too many.
     by_confidence = model.backbone.device.type == "cpu"
-    return made, {**options, **planned}, build_policy(costs, acceptance, made.engine, by_confidence=by_confidence)
+    return AutoPlan(
+        plan=made,
+        options={**options, **planned},
+        round_policy=build_policy(costs, acceptance, made.engine, by_confidence=by_confidence),
+        row_cost=cache(partial(row_cost, costs)),
+    )
 
 
 def build_policy(

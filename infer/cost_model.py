@@ -19,6 +19,9 @@ from .acceptance_length import hispec_length, provisional_lengths, single_layer_
 from .config import Method
 from .course import Course
 
+FURTHER_ROWS = 7
+"""Rows over which `row_cost` looks: as many as a copied draft has at most, or nearly."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
@@ -256,3 +259,13 @@ def verified_draft_seconds(costs: Costs, exit_layer: int, batch_size: float, num
     return _pass(costs, 0, exit_layer, batch_size) + _verify(
         costs, exit_layer, costs.num_layers, batch_size, num_drafted + 1
     )
+
+
+def row_cost(costs: Costs, batch_size: int) -> float:
+    """What one more row adds to the target's pass over a batch, in parts of what the pass takes whatever its rows."""
+    plain, longer = (
+        _verify(costs, 0, costs.num_layers, batch_size, 1 + further / batch_size) for further in (0, FURTHER_ROWS)
+    )
+    by_row = max(0.0, (longer - plain) / FURTHER_ROWS)
+    fixed = plain - batch_size * by_row
+    return by_row / fixed if fixed > by_row else 1.0

@@ -37,6 +37,7 @@ from .levels import (
 from .logits_processor import LogitsProcessor
 from .memory import default_num_blocks, should_pack
 from .model_runner import ModelRunner
+from .ngram_proposer import RowCost
 from .planner import Plan
 from .prompt import Prompt, PromptEncoder
 from .proposer import build_free_drafts, build_proposer, build_tree_drafter
@@ -61,8 +62,9 @@ class Engine:
         self.plan: Plan | None = None
         """What the option `plan` led to: this engine's lengths by the number of sequences that run."""
         round_policy: RoundPolicy | None = None
+        row_cost: RowCost | None = None
         if options.get("plan") is not None:
-            self.plan, options, round_policy = make_plan(model, options, Engine)
+            self.plan, options, round_policy, row_cost = make_plan(model, options, Engine)
         self.config = EngineConfig(**options)
         backbone = model.backbone
         levels = build_levels(model, self.config.method, self.config.exit_layers)
@@ -111,8 +113,8 @@ class Engine:
         self._level_names = level_names(self.config, levels)
         self._num_proposing = len(lengths)
         policies = build_policies(self.config, lengths)
-        proposer = build_proposer(self.config, self._runner, policies, generator)
-        free_drafts = build_free_drafts(self.config, self._runner, policies)
+        proposer = build_proposer(self.config, self._runner, policies, generator, row_cost)
+        free_drafts = build_free_drafts(self.config, self._runner, policies, row_cost)
         self._hierarchy = Hierarchy(
             self._runner,
             policies,

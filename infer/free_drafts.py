@@ -3,8 +3,8 @@
 The chance of a copied token rises with the number of tokens before it that stand as they stood there before. The first
 has `num_matched` of them, and each that is kept is one more for the next.
 
-What a round costs is told in passes of one row through the whole model by one sequence alone. A batch shares the
-reading of the weights, so there a row too many weighs more.
+What a round costs is told in parts of what a pass takes whatever its rows. A batch shares that, so there a row too many
+weighs more.
 """
 
 from bisect import bisect_left
@@ -23,8 +23,9 @@ _LAST_OF_CLASS = (1, 2, 3, 5, 9)
 MEMORY = 0.9
 """Weight of the past in a share after one more token of its class."""
 
-ROW_COST = 0.04
-"""What one more row adds to a pass: of SmolLM2 on two CPU cores in bfloat16 0.03 up to 8 rows, and some caution."""
+ROW_COST = 0.08
+"""What one more row adds to a pass, where it was not measured: of SmolLM2 on two CPU cores by our own kernels 0.06 up
+to 4 rows and 0.1 up to 8."""
 
 MAX_ROWS = 16
 """Rows of a pass, of all its sequences, that are still cheap: one long copy more and attention pads all the others."""
@@ -61,15 +62,16 @@ def best_copy(
     num_matched: int,
     max_length: int,
     num_seqs: int,  # in the round
+    row_cost: float | None = None,  # of one more row; None where it was not measured
 ) -> tuple[int, float]:
     """How many tokens to copy, and the tokens per cost of a round that does; 0 tokens is plain decoding."""
-    length, best = 0, 1 / _pass_cost(1, num_seqs)
+    length, best = 0, 1 / _pass_cost(1, num_seqs, row_cost)
     reach, expected = 1.0, 1.0
     # Each further token is kept less often and costs as much: once the rate falls it never rises again.
     for place in range(min(max_length, MAX_ROWS // num_seqs - 1)):
         reach *= shares[size_class(num_matched + place)]
         expected += reach
-        rate = expected / _pass_cost(place + 2, num_seqs)
+        rate = expected / _pass_cost(place + 2, num_seqs, row_cost)
         if rate <= best:
             break
         length, best = place + 1, rate
@@ -81,9 +83,11 @@ def exits_rate(
     num_drafted: int,
     token_cost: float,  # of a token that the exits draft, in passes of one row through the whole model
     num_seqs: int,  # in the round
+    row_cost: float | None = None,  # of one more row; None where it was not measured
 ) -> float:
     """Tokens per cost of a round for which the exits draft so many tokens."""
-    cost = _pass_cost(num_drafted + 1, num_seqs) + num_drafted * token_cost * _pass_cost(1, num_seqs)
+    plain = _pass_cost(1, num_seqs, row_cost)
+    cost = _pass_cost(num_drafted + 1, num_seqs, row_cost) + num_drafted * token_cost * plain
     return (1 + expected_tokens(share, num_drafted)) / cost
 
 
@@ -103,5 +107,5 @@ def exits_cost(
     return cost / num_layers
 
 
-def _pass_cost(num_rows: int, num_seqs: int) -> float:
-    return 1 / num_seqs + ROW_COST * num_rows
+def _pass_cost(num_rows: int, num_seqs: int, row_cost: float | None) -> float:
+    return 1 / num_seqs + (ROW_COST if row_cost is None else row_cost) * num_rows

@@ -9,6 +9,7 @@ A draft, its length, and whether there is one are functions of committed tokens 
 distribution is one-hot and both rules stay exact.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 
 import torch
@@ -19,6 +20,9 @@ from .ngram_index import Continuation, NgramIndex
 from .policy import Policy
 from .sequence import Proposal, Sequence
 from .stats import timed
+
+RowCost = Callable[[int], float | None]
+"""By the number of sequences: what one more row costs, see `free_drafts`; None where it was not measured."""
 
 
 class NgramProposer:
@@ -38,6 +42,7 @@ class NgramProposer:
         exit_layers: Items[int] = (),  # that it takes over from, the draft's first
         num_layers: int = 0,
         policies: Items[Policy] = (),  # what is asked of each of these exits
+        row_cost: RowCost | None = None,  # as measured
     ) -> None:
         self._name = name
         self._vocab_size = vocab_size
@@ -47,14 +52,16 @@ class NgramProposer:
         self._exit_layers = exit_layers
         self._num_layers = num_layers
         self._policies = policies
+        self._row_cost: RowCost = row_cost or (lambda num_seqs: None)
 
     def propose(self, sequences: list[Sequence]) -> None:
         """As `Proposer.propose`."""
         with timed([sequence.stats.levels[self._name] for sequence in sequences]):
+            num_seqs, row_cost = len(sequences), self._row_cost(len(sequences))
             for sequence in sequences:
                 found = self._look_up(sequence)
                 most = min(len(found.token_ids), sequence.wanted[-1])
-                length, _ = best_copy(sequence.ngram_shares, found.num_matched, most, len(sequences))
+                length, _ = best_copy(sequence.ngram_shares, found.num_matched, most, num_seqs, row_cost)
                 self._copy(sequence, found.token_ids[:length])
 
     def take_over(self, sequences: list[Sequence]) -> list[Sequence]:
@@ -64,22 +71,23 @@ class NgramProposer:
         """
         others = []
         with timed([sequence.stats.levels[self._name] for sequence in sequences]):
+            num_seqs, row_cost = len(sequences), self._row_cost(len(sequences))
             for sequence in sequences:
                 found = self._look_up(sequence)
                 most = min(len(found.token_ids), sequence.room)
-                length, rate = best_copy(sequence.ngram_shares, found.num_matched, most, len(sequences))
-                if length and rate >= self._exits_rate(sequence, len(sequences)):
+                length, rate = best_copy(sequence.ngram_shares, found.num_matched, most, num_seqs, row_cost)
+                if length and rate >= self._exits_rate(sequence, num_seqs, row_cost):
                     self._copy(sequence, found.token_ids[:length])
                 else:
                     others.append(sequence)
         return others
 
-    def _exits_rate(self, sequence: Sequence, num_seqs: int) -> float:
+    def _exits_rate(self, sequence: Sequence, num_seqs: int, row_cost: float | None) -> float:
         shares = sequence.kept_shares
         lengths = [policy.length(share) for policy, share in zip(self._policies, shares, strict=True)]
         cost = exits_cost(self._exit_layers, self._num_layers, lengths, shares)
         length = sequence.wanted[-1] if sequence.asked is None else min(sequence.wanted[-1], sequence.asked[-1])
-        return exits_rate(shares[-1], length, cost, num_seqs)
+        return exits_rate(shares[-1], length, cost, num_seqs, row_cost)
 
     def _look_up(self, sequence: Sequence) -> Continuation:
         """What its newest tokens were followed by; learns from what came of the last look, used or not."""

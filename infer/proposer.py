@@ -10,7 +10,7 @@ from .config import EngineConfig
 from .levels import NGRAM_LEVEL
 from .lookahead import Lookahead
 from .model_runner import ModelRunner
-from .ngram_proposer import NgramProposer
+from .ngram_proposer import NgramProposer, RowCost
 from .policy import Policy
 from .sequence import Sequence
 from .sprinter import Sprinter, find_verifier
@@ -33,7 +33,11 @@ class Proposer(Protocol):
 
 
 def build_proposer(
-    config: EngineConfig, runner: ModelRunner, policies: Items[Policy], generator: torch.Generator
+    config: EngineConfig,
+    runner: ModelRunner,
+    policies: Items[Policy],
+    generator: torch.Generator,
+    row_cost: RowCost | None = None,
 ) -> Proposer | None:
     """That of the method; None where its lowest level draws token by token, or nothing is drafted."""
     backbone = runner.model.backbone
@@ -45,6 +49,7 @@ def build_proposer(
             min_ngram=config.min_ngram,
             max_ngram=config.max_ngram,
             max_length=config.num_ngram_tokens,
+            row_cost=row_cost,
         )
     if config.method == "adadecode":
         return AdaptiveExits(
@@ -56,7 +61,9 @@ def build_proposer(
     return None
 
 
-def build_free_drafts(config: EngineConfig, runner: ModelRunner, policies: Items[Policy]) -> NgramProposer | None:
+def build_free_drafts(
+    config: EngineConfig, runner: ModelRunner, policies: Items[Policy], row_cost: RowCost | None = None
+) -> NgramProposer | None:
     """What takes rounds over from the exits; None where the engine is not asked to."""
     if not config.ngram_drafts:
         return None
@@ -71,6 +78,7 @@ def build_free_drafts(config: EngineConfig, runner: ModelRunner, policies: Items
         exit_layers=[level.stop for level in runner.levels[:-1]],
         num_layers=backbone.num_layers,
         policies=policies,
+        row_cost=row_cost,
     )
 
 

@@ -16,6 +16,7 @@ from hispec.infer.cost_model import (
     Table,
     middle_passes,
     predict,
+    row_cost,
 )
 from hispec.infer.planner import AUTOREGRESSIVE, candidates, plan
 
@@ -221,6 +222,17 @@ def test_of_settings_alike_the_shortest_drafts_are_taken():
     }
     assert rates[2] > rates[1]
     assert made.at(1).num_draft_tokens == 2
+
+
+def test_a_further_row_costs_its_part_of_what_all_rows_share():
+    assert row_cost(COSTS, 1) == row_cost(COSTS, 8) == 0
+    # A layer 1 and 0.1 a row, the head 3 and 0.2 a row, 0.5 a round.
+    costs = replace(
+        COSTS, layer=linear(1.0, 0.1), target_head=linear(3.0, 0.2), per_round=Overhead(fixed=0.5, by_row=0.3)
+    )
+    for batch_size in (1, 3, 16):
+        assert row_cost(costs, batch_size) == pytest.approx((0.1 * DEPTH + 0.5) / (DEPTH + 3.5))
+    assert row_cost(replace(COSTS, layer=linear(0.0, 1.0), target_head=flat(0.0), per_round=Overhead()), 4) == 1
 
 
 def test_free_drafts_that_are_always_kept_are_taken():

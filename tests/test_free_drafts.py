@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hispec.infer import Engine, EngineConfig, SamplingParams, free_drafts, levels, ngram_proposer
+from hispec.infer import engine as engine_module
 from hispec.infer.flags import build_parser, engine_options
 from hispec.infer.free_drafts import (
     FIRST_SHARES,
@@ -36,14 +37,22 @@ PROMPTS = [[5], PERIODIC, torch.randint(3, 64, (17,), generator=GENERATOR).tolis
 shares = st.lists(st.floats(0, 1), min_size=6, max_size=6)
 
 
-@given(shares=shares, num_matched=st.integers(1, 12), max_length=st.integers(0, 9), num_seqs=st.integers(1, 40))
-def test_the_best_length_is_that_of_the_highest_rate(shares, num_matched, max_length, num_seqs):
+@given(
+    shares=shares,
+    num_matched=st.integers(1, 12),
+    max_length=st.integers(0, 9),
+    num_seqs=st.integers(1, 40),
+    row_cost=st.none() | st.floats(0, 1),
+)
+def test_the_best_length_is_that_of_the_highest_rate(shares, num_matched, max_length, num_seqs, row_cost):
+    by_row = free_drafts.ROW_COST if row_cost is None else row_cost
+
     def rate(length):
         kept = [shares[size_class(num_matched + place)] for place in range(length)]
         expected = 1 + sum(torch.tensor(kept, dtype=torch.float64).cumprod(0).tolist())
-        return expected / (1 / num_seqs + free_drafts.ROW_COST * (length + 1))
+        return expected / (1 / num_seqs + by_row * (length + 1))
 
-    length, best = best_copy(shares, num_matched, max_length, num_seqs)
+    length, best = best_copy(shares, num_matched, max_length, num_seqs, row_cost)
     assert 0 <= length <= max_length
     assert best == pytest.approx(rate(length))
     # Up to where rows are cheap.
@@ -59,12 +68,26 @@ def test_larger_batches_copy_less_and_longer_matches_more(num_matched, num_seqs)
     assert best_copy(FIRST_SHARES, num_matched + 1, 8, num_seqs)[0] >= length
 
 
+@pytest.mark.parametrize("options", [{"method": "ngram"}, {"method": "single-layer", "ngram_drafts": True}])
+def test_rows_that_are_measured_to_be_dear_are_not_spent_on_copies(monkeypatch, options):
+    model = build_heads(build_base("llama"), "random")
+    for row_cost, copies in ((None, True), (lambda num_seqs: 0.01, True), (lambda num_seqs: 1.0, False)):
+        with monkeypatch.context() as patch:
+            made = None, {**options, "num_blocks": 40}, None, row_cost
+            patch.setattr(engine_module, "make_plan", lambda model, options, build, made=made: made)
+            engine = Engine(model, plan="auto")
+        (completion,) = engine.generate([PERIODIC], SamplingParams(max_new_tokens=12, ignore_eos=True))
+        name = "draft" if options["method"] == "ngram" else "ngram"
+        assert (completion.stats.levels[name].num_rounds > 0) == copies
+
+
 def test_which_source_promises_more():
     """As it is for the shipped adapter: 2 layers and a head of 30 for a drafted token, some half of which are kept."""
     cost = exits_cost([2], 30, [2], [0.5])
     assert cost == pytest.approx(0.1)
     exits = exits_rate(0.5, 2, cost, 1)
     assert best_copy(FIRST_SHARES, 1, 8, 1)[1] < exits < best_copy(FIRST_SHARES, 2, 8, 1)[1]
+    assert exits_rate(0.5, 2, cost, 1, 0.5) < best_copy(FIRST_SHARES, 9, 8, 1, 0.5)[1] < exits
     assert exits_rate(0.9, 2, cost, 1) > best_copy(FIRST_SHARES, 2, 8, 1)[1]
     # Nothing is drafted, and nothing is kept: plain decoding.
     assert exits_rate(0.5, 0, cost, 1) == best_copy([0.0] * 6, 5, 8, 1)[1]

@@ -65,7 +65,7 @@ def randomly(seed, most=3):
 def follow_script(patch, ask, method, *, by_confidence=False):
     """Let plans be what a script says."""
     script = Script(ask, {"single-layer": 1, "hispec": 2}[method], by_confidence=by_confidence)
-    patch.setattr(engine_module, "make_plan", lambda model, options, build: (None, options, script))
+    patch.setattr(engine_module, "make_plan", lambda model, options, build: (None, options, script, None))
 
 
 @pytest.fixture

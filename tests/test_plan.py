@@ -148,8 +148,7 @@ def test_drafts_of_a_planned_engine_go_on_by_confidence_on_a_cpu_alone(base, che
     assert len(drafted[0]) == 1 < len(drafted[1])
     monkeypatch.setattr(auto_plan, "machine_key", lambda model, options: "a GPU")
     monkeypatch.setattr(type(model.backbone), "device", property(lambda self: torch.device("cuda")))
-    _, _, policy = auto_plan.make_plan(model, {"max_num_seqs": 2}, Engine)
-    assert not policy.by_confidence
+    assert not auto_plan.make_plan(model, {"max_num_seqs": 2}, Engine).round_policy.by_confidence
 
 
 def test_a_machine_is_measured_once(adapter, cheap):
