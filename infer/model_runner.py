@@ -91,7 +91,9 @@ class ModelRunner:
         if blocks:
             context = self._states_before(states, chunks)
             for index in blocks:
-                self._head(index)(exits[index], context, positions, attend)
+                # Nothing is drafted behind what is read: of the head only keys and values are needed.
+                with suppress(IsKept):
+                    self._head(index)(exits[index], context, positions, KeepOnly(attend))
         last_rows = np.cumsum([stop - start for start, stop in bounds]) - 1
         ends = []
         for chunk, last_row in zip(chunks, last_rows, strict=True):
