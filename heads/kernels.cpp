@@ -240,7 +240,7 @@ void tile(const char* weight, const float* inputs, int64_t size, int64_t stride,
 template <typename W, int T>
 void outputs_of(const char* weight, const Inputs<W>& inputs, int64_t row, int64_t first, int64_t last, float* sums,
                 int64_t sums_stride) {
-    constexpr int R = T == 1 ? 8 : 4;
+    constexpr int R = T == 1 ? 8 : T <= 4 ? 4 : 16 / T;  // as many sums as the machine has room for
     const int64_t row_bytes = inputs.size * W::BYTES / PIECE;
     const float* values = inputs.values + row * inputs.stride;
     sums += row * sums_stride;
@@ -257,12 +257,19 @@ void multiply(const char* weight, const Inputs<W>& inputs, int64_t num_rows, int
               int64_t sums_stride) {
     constexpr int64_t TOGETHER = 16;  // outputs whose weights stay near while the rows come by
     for (int64_t start = first; start < last; start += TOGETHER) {
-        int64_t stop = std::min(start + TOGETHER, last), row = 0;
-        for (; row + 4 <= num_rows; row += 4) outputs_of<W, 4>(weight, inputs, row, start, stop, sums, sums_stride);
-        switch (num_rows - row) {
-            case 3: outputs_of<W, 3>(weight, inputs, row, start, stop, sums, sums_stride); break;
-            case 2: outputs_of<W, 2>(weight, inputs, row, start, stop, sums, sums_stride); break;
-            case 1: outputs_of<W, 1>(weight, inputs, row, start, stop, sums, sums_stride); break;
+        const int64_t stop = std::min(start + TOGETHER, last);
+        for (int64_t row = 0; row < num_rows; row += 8) {
+            const auto some = [&]<int T>() { outputs_of<W, T>(weight, inputs, row, start, stop, sums, sums_stride); };
+            switch (std::min<int64_t>(num_rows - row, 8)) {
+                case 1: some.template operator()<1>(); break;
+                case 2: some.template operator()<2>(); break;
+                case 3: some.template operator()<3>(); break;
+                case 4: some.template operator()<4>(); break;
+                case 5: some.template operator()<5>(); break;
+                case 6: some.template operator()<6>(); break;
+                case 7: some.template operator()<7>(); break;
+                case 8: some.template operator()<8>(); break;
+            }
         }
     }
 }

@@ -27,6 +27,9 @@ ROW_COST = 0.08
 """What one more row adds to a pass, where it was not measured: of SmolLM2 on two CPU cores by our own kernels 0.06 up
 to 4 rows and 0.1 up to 8."""
 
+MARGIN = 1.05
+"""Times the rate of plain decoding that a copy must promise: shares and costs are known no better."""
+
 MAX_ROWS = 16
 """Rows of a pass, of all its sequences, that are still cheap: one long copy more and attention pads all the others."""
 
@@ -65,7 +68,8 @@ def best_copy(
     row_cost: float | None = None,  # of one more row; None where it was not measured
 ) -> tuple[int, float]:
     """How many tokens to copy, and the tokens per cost of a round that does; 0 tokens is plain decoding."""
-    length, best = 0, 1 / _pass_cost(1, num_seqs, row_cost)
+    plain = 1 / _pass_cost(1, num_seqs, row_cost)
+    length, best = 0, plain
     reach, expected = 1.0, 1.0
     # Each further token is kept less often and costs as much: once the rate falls it never rises again.
     for place in range(min(max_length, MAX_ROWS // num_seqs - 1)):
@@ -75,7 +79,7 @@ def best_copy(
         if rate <= best:
             break
         length, best = place + 1, rate
-    return length, best
+    return (length, best) if best > MARGIN * plain else (0, plain)
 
 
 def exits_rate(
