@@ -256,11 +256,14 @@ template <typename W>
 void multiply(const char* weight, const Inputs<W>& inputs, int64_t num_rows, int64_t first, int64_t last, float* sums,
               int64_t sums_stride) {
     constexpr int64_t TOGETHER = 16;  // outputs whose weights stay near while the rows come by
+    constexpr int64_t MOST = 8;       // rows by one reading; of more, equal parts, for a lone row costs most
     for (int64_t start = first; start < last; start += TOGETHER) {
         const int64_t stop = std::min(start + TOGETHER, last);
-        for (int64_t row = 0; row < num_rows; row += 8) {
+        const int64_t num_parts = (num_rows + MOST - 1) / MOST;
+        for (int64_t part = 0; part < num_parts; ++part) {
+            const int64_t row = num_rows * part / num_parts, next = num_rows * (part + 1) / num_parts;
             const auto some = [&]<int T>() { outputs_of<W, T>(weight, inputs, row, start, stop, sums, sums_stride); };
-            switch (std::min<int64_t>(num_rows - row, 8)) {
+            switch (next - row) {
                 case 1: some.template operator()<1>(); break;
                 case 2: some.template operator()<2>(); break;
                 case 3: some.template operator()<3>(); break;

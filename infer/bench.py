@@ -13,6 +13,7 @@ import torch
 from tqdm import tqdm
 
 from ..checkpoints import fingerprint, heads_fingerprint, package_versions, write_atomically
+from ..heads import find_kernels
 from ..recipes import resolve_model
 from . import plan_command
 from .bench_file import BenchFile, round_key
@@ -226,6 +227,7 @@ def describe_run(
         "device": torch.cuda.get_device_name() if base.device.type == "cuda" else base.device.type,
         "num_threads": torch.get_num_threads(),
         "huge_pages": has_asked(),
+        "has_kernels": base.device.type == "cpu" and find_kernels() is not None,
         "methods": list(bench.methods),
         "batch_sizes": list(bench.batch_sizes),
         "temperatures": list(bench.temperatures),

@@ -129,8 +129,8 @@ class Result(TypedDict):
     """2; goes up when a field changes its meaning or goes away."""
     benchmark: dict[str, Any]
     """What was measured: `model`, `adapter`, digests of both (`weights`, `heads`), `dtype`, `device`, `num_threads`,
-    `huge_pages` (whether memory was to be in such), `versions`, `sets` (by name: number of prompts, digest of their
-    tokens), `methods`, batch sizes, temperatures, lengths, seed and repeats."""
+    `huge_pages` (whether memory was to be in such), `has_kernels` (our own, on a CPU), `versions`, `sets` (by name:
+    number of prompts, digest of their tokens), `methods`, batch sizes, temperatures, lengths, seed and repeats."""
     is_complete: bool
     """False where the time limit of `--quick` came before the last round."""
     base_bytes: int

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..checkpoints import fingerprint, write_atomically
-from ..heads import EarlyExitModel, cache_folder
+from ..heads import EarlyExitModel, cache_folder, find_kernels
 from .config import EngineConfig
 from .cost_model import Costs, Overhead, Table
 
@@ -39,8 +39,9 @@ def machine_key(model: EarlyExitModel, options: Mapping[str, Any]) -> dict[str, 
 
 
 def device_key(device: torch.device) -> dict[str, Any]:
-    """The device, threads and versions, JSON-ready."""
+    """The device, whether it has kernels of our own, threads and versions, JSON-ready."""
     return {
+        "has_kernels": device.type == "cpu" and find_kernels() is not None,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name(),
         "num_threads": torch.get_num_threads(),
         "versions": {name: _version(name) for name in ("hispec", "torch", "transformers")},
