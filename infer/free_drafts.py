@@ -11,6 +11,8 @@ from bisect import bisect_left
 from collections.abc import Sequence as Items
 from itertools import pairwise
 
+from .planner import margin
+
 MAX_MATCHED = 10
 """More tokens that match say no more."""
 
@@ -26,9 +28,6 @@ MEMORY = 0.9
 ROW_COST = 0.08
 """What one more row adds to a pass, where it was not measured: of SmolLM2 on two CPU cores by our own kernels 0.06 up
 to 4 rows and 0.1 up to 8."""
-
-MARGIN = 1.05
-"""Times the rate of plain decoding that a copy must promise: shares and costs are known no better."""
 
 MAX_ROWS = 16
 """Rows of a pass, of all its sequences, that are still cheap: one long copy more and attention pads all the others."""
@@ -79,7 +78,7 @@ def best_copy(
         if rate <= best:
             break
         length, best = place + 1, rate
-    return (length, best) if best > MARGIN * plain else (0, plain)
+    return (length, best) if best > margin(num_seqs) * plain else (0, plain)
 
 
 def exits_rate(

@@ -21,6 +21,7 @@ from hispec.infer.free_drafts import (
 )
 from hispec.infer.methods import METHODS
 from hispec.infer.model_runner import ModelRunner
+from hispec.infer.planner import margin
 
 from .models import build_base, build_heads, reference, shallow
 from .test_lossless_sampling import SAMPLINGS, deviations, eager_copies, is_lossless, mutate_ngram_probs, sample
@@ -59,8 +60,8 @@ def test_the_best_length_is_that_of_the_highest_rate(shares, num_matched, max_le
     most = min(max_length, max(0, free_drafts.MAX_ROWS // num_seqs - 1))
     assert length <= most
     highest = max(map(rate, range(most + 1)))
-    assert best >= highest - 1e-9 or (length == 0 and highest <= free_drafts.MARGIN * best + 1e-9)
-    assert length == 0 or best > free_drafts.MARGIN * rate(0)
+    assert best >= highest - 1e-9 or (length == 0 and highest <= margin(num_seqs) * best + 1e-9)
+    assert length == 0 or best > margin(num_seqs) * rate(0)
 
 
 @given(num_matched=st.integers(1, 10), num_seqs=st.integers(1, 63))
