@@ -167,8 +167,8 @@ class EngineConfig:
     """Which of the model's exits serve, from the draft up; None takes its shallowest, `adadecode` all."""
     plan: PlanMode | None = None
     """`auto`: the planner chooses the method and its exits for up to `max_num_seqs` sequences, and in each round how
-    far to draft, if at all, by how many sequences run, what this machine takes (measured once, about ten seconds, and
-    kept) and how often the heads were measured right, and then are."""
+    far to draft, if at all, by how many sequences run, what this machine takes (measured once, about fifteen seconds,
+    and kept) and how often the heads were measured right, and then are."""
     replan: bool = False
     """Measure this machine anew for the plan."""
     exit_confidence: float = 0.75

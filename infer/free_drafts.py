@@ -11,8 +11,6 @@ from bisect import bisect_left
 from collections.abc import Sequence as Items
 from itertools import pairwise
 
-from .planner import margin
-
 MAX_MATCHED = 10
 """More tokens that match say no more."""
 
@@ -28,6 +26,10 @@ MEMORY = 0.9
 ROW_COST = 0.08
 """What one more row adds to a pass, where it was not measured: of SmolLM2 on two CPU cores by our own kernels 0.06 up
 to 4 rows and 0.1 up to 8."""
+
+MARGIN, MARGIN_PER_SEQUENCE, MOST_MARGIN = 1.03, 0.03, 1.5
+"""A copy must promise so many times the rate of plain decoding, and so much more for each sequence of the round, up to
+the last: shares are guesses, and the more sequences, the less sure is what one more row costs."""
 
 MAX_ROWS = 16
 """Rows of a pass, of all its sequences, that are still cheap: one long copy more and attention pads all the others."""
@@ -79,6 +81,11 @@ def best_copy(
             break
         length, best = place + 1, rate
     return (length, best) if best > margin(num_seqs) * plain else (0, plain)
+
+
+def margin(num_seqs: int) -> float:
+    """Times the rate of plain decoding that a copy must promise."""
+    return min(MARGIN + MARGIN_PER_SEQUENCE * num_seqs, MOST_MARGIN)
 
 
 def exits_rate(

@@ -24,7 +24,7 @@ from .undisturbed import undisturbed_mean
 if TYPE_CHECKING:
     from .engine import Engine
 
-BATCH_SIZES = (1, 4, 16)
+BATCH_SIZES = (1, 4, 8, 16)
 NUM_ROWS = (1, 2, 4, 8)
 CONTEXT = 192
 """Tokens before those that layers and heads are timed on."""
@@ -52,8 +52,8 @@ def measure_costs(
 ) -> Costs:
     """Time layers, heads, and rounds of an engine, for up to `max_batch` sequences.
 
-    Takes a few seconds more than `seconds`, or than three repeats: about ten for a model of 135M parameters on two CPU
-    cores. Raises ValueError where rounds cannot be timed, see `RoundTimer`.
+    Takes a few seconds more than `seconds`, or than three repeats: about fifteen for a model of 135M parameters on two
+    CPU cores. Raises ValueError where rounds cannot be timed, see `RoundTimer`.
     """
     sizes = tuple(sorted({size for size in BATCH_SIZES if size < max_batch} | {max_batch}))
     probe = CostProbe(model, build_engine, options, sizes=sizes, context=context)

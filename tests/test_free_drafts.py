@@ -16,12 +16,12 @@ from hispec.infer.free_drafts import (
     exits_cost,
     exits_rate,
     expected_tokens,
+    margin,
     size_class,
     updated_shares,
 )
 from hispec.infer.methods import METHODS
 from hispec.infer.model_runner import ModelRunner
-from hispec.infer.planner import margin
 
 from .models import build_base, build_heads, reference, shallow
 from .test_lossless_sampling import SAMPLINGS, deviations, eager_copies, is_lossless, mutate_ngram_probs, sample
