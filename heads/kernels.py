@@ -277,7 +277,7 @@ def _compiled() -> Path:
     folder = cache_folder() / "kernels"
     library = folder / f"{digest}.so"
     if not library.exists():
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o755, parents=True, exist_ok=True)
         _compile(library)
     # What another user could have written is not run.
     for path in (folder, library):
