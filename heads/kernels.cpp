@@ -382,15 +382,15 @@ template <typename A> float normed(float value, float inverse, A weight) {
     return rounded<A>(rounded<A>(value * inverse) * to_float(weight));
 }
 
-// Rows of states as the inputs of a product, normed.
-template <typename A> struct Normed {
-    const A* states;
+// Rows of states, of type B, as the inputs of a product, normed.
+template <typename A, typename B> struct Normed {
+    const B* states;
     const A* weight;
     int64_t num_rows, size;
     float eps;
     template <typename W> void operator()(Inputs<W>& inputs) const {
         for (int64_t row = 0; row < num_rows; ++row) {
-            const A* state = states + row * size;
+            const B* state = states + row * size;
             float inverse = inverse_norm(state, size, eps);
             for (int64_t index = 0; index < size; ++index)
                 inputs.set(row, index, normed<A>(to_float(state[index]), inverse, weight[index]));
@@ -434,8 +434,8 @@ void before_attention(const Layer& layer, const A* states, const A* cosines, con
     thread_local std::vector<float> memory;
     memory.resize(num_rows * num_outputs);
     float* sums = memory.data();
-    const Normed<A> fill{states, static_cast<const A*>(layer.input_norm), num_rows, layer.qkv.num_inputs,
-                         layer.input_eps};
+    const Normed<A, A> fill{states, static_cast<const A*>(layer.input_norm), num_rows, layer.qkv.num_inputs,
+                            layer.input_eps};
 #pragma omp parallel num_threads(num_threads)
     {
         product_by_kind<A>(layer.qkv, num_rows, {share(num_outputs)}, fill, sums);
@@ -487,14 +487,7 @@ void after_attention(const Layer& layer, const A* states, const A* attended, A* 
                 middle[place] = rounded<A>(to_float(states[place]) + sums[place]);
             }
 #pragma omp barrier
-        auto fill = [&](auto& inputs) {
-            const A* weight = static_cast<const A*>(layer.middle_norm);
-            for (int64_t row = 0; row < num_rows; ++row) {
-                float inverse = inverse_norm(middle + row * size, size, layer.middle_eps);
-                for (int64_t index = 0; index < size; ++index)
-                    inputs.set(row, index, normed<A>(middle[row * size + index], inverse, weight[index]));
-            }
-        };
+        const Normed<A, float> fill{middle, static_cast<const A*>(layer.middle_norm), num_rows, size, layer.middle_eps};
         // A gate and its factor by the same thread.
         Share inner = share(between);
         const Share factors{between + inner.first, between + inner.last};

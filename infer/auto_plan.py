@@ -41,7 +41,7 @@ class AutoPlan(NamedTuple):
     """What a copied token costs."""
 
 
-def make_plan(model: EarlyExitModel, options: Mapping[str, Any], build_engine: "Callable[..., Engine]") -> "AutoPlan":
+def make_plan(model: EarlyExitModel, options: Mapping[str, Any], build_engine: "Callable[..., Engine]") -> AutoPlan:
     """The plan of the engine that `options` describe, and what follows from it.
 
     How often drafts are kept is taken as greedy requests have it: an engine does not know yet what it will be asked.
