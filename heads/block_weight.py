@@ -6,15 +6,24 @@ four to five times the memory to read, and say no more.
 D_in input size; D_out output size; N = D_in / 32 blocks of a row.
 """
 
+from collections.abc import Iterable
+from functools import cache
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from .kernels import BLOCK_SIZE, BlockKind, Linear, find_kernels
+from .kernels import MAX_TILED_ROWS, Kernels, Linear, find_kernels
+from .product_form import MAX_PACKED_ROWS
 
+BLOCK_SIZE = 32
+"""Values of a weight that are kept in blocks have one step in common."""
+TILE = 16
+"""Rows of a weight in a tile."""
 ROWS_AT_ONCE = 4096
-Bits = Literal[4, 8]
+NumBits = Literal[4, 8]
+"""Of a value."""
 
 
 class BlockWeight:
@@ -25,31 +34,35 @@ class BlockWeight:
 
     def __init__(
         self,
-        blocks: Tensor,  # [D_out, N, bytes of a block] uint8, as `kernels.cpp` reads them
-        kind: BlockKind,
+        blocks: Tensor,  # uint8, as `native/weights.hpp` reads them, or where there are tiles `native/tiles.hpp`
+        shape: tuple[int, int],  # D_out, D_in
+        num_bits: NumBits,
+        kernels: Kernels,
     ) -> None:
         self._blocks = blocks
-        self._kind = kind
+        self._shape = shape
+        self._num_bits: NumBits = num_bits
+        self._kernels = kernels
+        self.max_rows = MAX_TILED_ROWS if kernels.uses_tiles else MAX_PACKED_ROWS
+        """Rows for which it is fast."""
 
     def linear(self, bias: Tensor | None = None) -> Linear:
-        """As kernels take it; the weight must outlive it."""
-        return Linear.of_blocks(self._blocks, self._kind, bias)
+        """As kernels take it."""
+        return self._kernels.block_linear(self._blocks, bias, self._shape, self._num_bits)
 
     def __call__(self, hidden: Tensor) -> Tensor:  # [..., D_in] float32 -> [..., D_out] float32
-        kernels = find_kernels()
-        assert kernels is not None
-        return kernels.product(self.linear(), hidden)
+        return self._kernels.product(self.linear(), hidden)
 
 
 class _Steps(NamedTuple):
     """Blocks as numbers of steps."""
 
-    numbers: Tensor  # [..., N, 32] float32, whole
-    step: Tensor  # [..., N, 1] float32
-    lowest: Tensor  # [..., N, 1] float32, the value of number 0
+    numbers: Tensor  # [R, N, 32] float32, whole
+    step: Tensor  # [R, N, 1] float32, that float16 holds
+    lowest: Tensor  # [R, N, 1] float32, that float16 holds, the value of number 0
 
-    def values(self) -> Tensor:  # [..., N, 32]
-        """As GGUF's readers make them: a product, rounded, and a sum."""
+    def values(self) -> Tensor:  # [R, N, 32]
+        """As GGUF's readers make them: a product, which loses nothing, and a sum."""
         return self.numbers * self.step + self.lowest
 
 
@@ -57,54 +70,107 @@ class _Steps(NamedTuple):
 def block_weight(weight: Tensor) -> BlockWeight | None:  # weight: [D_out, D_in]
     """The weight in blocks; None where it is not float32 on a CPU with kernels of our own, or no blocks hold it."""
     is_whole = weight.dim() == 2 and weight.numel() > 0 and weight.shape[1] % BLOCK_SIZE == 0
-    if weight.dtype != torch.float32 or weight.device.type != "cpu" or not is_whole or find_kernels() is None:
+    kernels = find_kernels()
+    if weight.dtype != torch.float32 or weight.device.type != "cpu" or not is_whole or kernels is None:
         return None
-    # Most weights that no blocks hold are told by the first row.
-    for kind in ("four-bit", "eight-bit"):
-        if _packed(weight[:1], kind) is not None:
-            parts = [_packed(rows, kind) for rows in weight.split(ROWS_AT_ONCE)]
-            found = [part for part in parts if part is not None]
-            return BlockWeight(torch.cat(found), kind) if len(found) == len(parts) else None
+    weight = weight.detach()
+    # Most weights that no blocks hold are told by one row; not by one of zeros, which are held in any way.
+    probe = int((weight != 0).any(1).byte().argmax())
+    for num_bits in _NUM_BITS:
+        if not _are_read_right(num_bits, kernels) or _steps(weight[probe : probe + 1], num_bits) is None:
+            continue
+        parts = []
+        for rows in weight.split(ROWS_AT_ONCE):
+            if (steps := _steps(rows, num_bits)) is None:
+                break
+            parts.append(steps)
+        else:
+            return _held(parts, num_bits, kernels)
     return None
 
 
-def _packed(rows: Tensor, kind: BlockKind) -> Tensor | None:  # [R, D_in] -> [R, N, bytes of a block] uint8
-    blocks = rows.detach().contiguous().view(len(rows), -1, BLOCK_SIZE)
-    steps = _four_bit(blocks) if kind == "four-bit" else _eight_bit(blocks)
-    if steps is None:
-        return None
-    if kind == "eight-bit":
-        return torch.cat(
-            [steps.step.contiguous().view(torch.uint8), steps.numbers.to(torch.int8).view(torch.uint8)], -1
-        )
+def _held(parts: list[_Steps], num_bits: NumBits, kernels: Kernels) -> BlockWeight:
+    """A weight whose rows are these, of whole tiles in all but the last."""
+    pack = _in_tiles if kernels.uses_tiles else _in_rows
+    shape = (sum(len(steps.step) for steps in parts), parts[0].step.shape[1] * BLOCK_SIZE)
+    return BlockWeight(torch.cat([pack(steps, num_bits) for steps in parts]), shape, num_bits, kernels)
+
+
+_NUM_BITS: tuple[NumBits, ...] = (4, 8)
+
+
+def _in_rows(steps: _Steps, num_bits: NumBits) -> Tensor:  # [R, N, bytes of a block] uint8
+    """Blocks one behind the other."""
+    step, lowest = (part.half().view(torch.uint8) for part in (steps.step, steps.lowest))
+    if num_bits == 8:
+        return torch.cat([step, steps.numbers.to(torch.int8).view(torch.uint8)], -1)
     numbers = steps.numbers.to(torch.uint8)
     pairs = numbers[..., : BLOCK_SIZE // 2] | numbers[..., BLOCK_SIZE // 2 :] << 4
-    return torch.cat([torch.cat([steps.step, steps.lowest], -1).view(torch.uint8), pairs], -1)
+    return torch.cat([step, lowest, pairs], -1)
+
+
+def _in_tiles(steps: _Steps, num_bits: NumBits) -> Tensor:  # [ceil(R / TILE), bytes of a row of tiles] uint8
+    """The numbers of 16 rows tile by tile, then their steps likewise."""
+    padding = (0, 0, 0, 0, 0, -len(steps.step) % TILE)
+    numbers, step, lowest = (F.pad(part, padding).unflatten(0, (-1, TILE)) for part in steps)
+    scales = [step.half()] if num_bits == 8 else [step.half(), lowest.half()]
+    scale_bytes = torch.cat(scales, 3).permute(0, 2, 3, 1).contiguous().view(torch.uint8)
+    if num_bits == 8:
+        number_bytes = numbers.to(torch.int8).transpose(1, 2).contiguous().view(torch.uint8)
+    else:
+        fours = numbers.to(torch.int32).unflatten(1, (4, 4)).permute(0, 3, 1, 4, 2)  # the last are parts of a word
+        words = (fours << torch.tensor([0, 4, 8, 12], dtype=torch.int32)).sum(-1).to(torch.int16)
+        number_bytes = words.contiguous().view(torch.uint8)
+    return torch.cat([number_bytes.flatten(1), scale_bytes.flatten(1)], 1)
+
+
+def _steps(rows: Tensor, num_bits: NumBits) -> _Steps | None:  # [R, D_in]
+    blocks = rows.contiguous().view(len(rows), -1, BLOCK_SIZE)
+    return _four_bit(blocks) if num_bits == 4 else _eight_bit(blocks)
 
 
 def _four_bit(blocks: Tensor) -> _Steps | None:
     """As Q4_1, from the lowest value up in steps of float16, or as Q4_0, eight steps around zero."""
     lowest, highest = blocks.aminmax(dim=-1, keepdim=True)
+    farthest = torch.where(-lowest > highest, lowest, highest)
     # The highest number is mostly 15, but need not be.
-    for largest in range(15, 0, -1):
-        step = ((highest.double() - lowest.double()) / largest).half().float()
-        if (steps := _fitting(blocks, step, lowest, 0, 15)) is not None:
-            return steps
-        if largest == 15:
-            farthest = torch.where(-lowest > highest, lowest, highest)
-            if (steps := _fitting(blocks, -farthest / 8, farthest, 0, 15)) is not None:
-                return steps
-    return None
+    ways = [(_half((highest.double() - lowest.double()) / largest), lowest) for largest in range(15, 0, -1)]
+    ways.insert(1, (-farthest / 8, farthest))
+    return _fitting(blocks, ways, 0, 15)
 
 
 def _eight_bit(blocks: Tensor) -> _Steps | None:
     """As Q8_0: up to 127 steps of float16 on either side of zero."""
-    step = (blocks.abs().amax(-1, keepdim=True).double() / 127).half().float()
-    return _fitting(blocks, step, torch.zeros_like(step), -127, 127)
+    step = _half(blocks.abs().amax(-1, keepdim=True).double() / 127)
+    return _fitting(blocks, [(step, torch.zeros_like(step))], -127, 127)
 
 
-def _fitting(blocks: Tensor, step: Tensor, lowest: Tensor, first: int, last: int) -> _Steps | None:
-    """The blocks in these steps, if that is what they are to the bit."""
-    numbers = ((blocks.double() - lowest) / step).round().nan_to_num(0.0, 0.0, 0.0).clamp(first, last).float()
-    steps = _Steps(numbers, step, lowest)
-    return steps if bool((steps.values() == blocks).all()) else None
+def _half(values: Tensor) -> Tensor:
+    return values.half().float()
+
+
+def _fitting(blocks: Tensor, ways: Iterable[tuple[Tensor, Tensor]], first: int, last: int) -> _Steps | None:
+    """Each block in the first of some steps from some lowest values that hold it to the bit; None where one has none."""
+    found = _Steps(blocks, *(torch.zeros_like(blocks[..., :1]) for _ in range(2)))
+    is_held = torch.zeros_like(blocks[..., :1], dtype=torch.bool)
+    for step, lowest in ways:
+        numbers = ((blocks.double() - lowest) / step).round().nan_to_num(0.0, 0.0, 0.0).clamp(first, last).float()
+        steps = _Steps(numbers, step, lowest)
+        fits = (steps.values() == blocks).all(-1, keepdim=True) & (_half(step) == step) & (_half(lowest) == lowest)
+        found = _Steps(*(torch.where(fits & ~is_held, new, old) for new, old in zip(steps, found, strict=True)))
+        is_held = fits | is_held
+        if is_held.all():
+            return found
+    return None
+
+
+@cache
+def _are_read_right(num_bits: NumBits, kernels: Kernels) -> bool:
+    """Whether the kernels, as compiled here, read such blocks to the bit."""
+    generator = torch.Generator().manual_seed(0)
+    numbers = torch.randint(0, 16, (TILE + 1, 2, BLOCK_SIZE), generator=generator, device="cpu").float()
+    step, lowest = torch.rand(2, TILE + 1, 2, 1, generator=generator, device="cpu").half().float()
+    steps = _Steps(numbers, step, lowest if num_bits == 4 else torch.zeros_like(lowest))
+    with torch.inference_mode():
+        found = _held([steps], num_bits, kernels)(torch.eye(2 * BLOCK_SIZE, device="cpu"))
+    return torch.equal(found.t(), steps.values().flatten(1))

@@ -11,7 +11,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from .kernels import Linear, find_kernels
+from .kernels import MAX_TILED_ROWS, Linear, find_kernels
+from .product_form import MAX_PACKED_ROWS
 
 TOP_EXPONENT = 15
 """The largest value of a scaled weight is below 2 to the power of this, float16's own below 2 to the power of 16."""
@@ -22,7 +23,7 @@ TOLERANCE = 2.0**-36
 
 
 class HalfWeight:
-    """`hidden @ weight.T` with the weight in float16, scaled by a power of two, and everything else in float32.
+    """`hidden @ weight.T` with the weight in 16 bits, maybe scaled by a power of two, and everything else in float32.
 
     For few rows, by our own kernels or else FBGEMM's; a row comes out the same however many are computed with it.
     Without gradients.
@@ -30,25 +31,27 @@ class HalfWeight:
 
     def __init__(
         self,
-        scaled: Tensor,  # [D_out, D_in] float32
-        scale: float,  # `scaled` by the weight
+        rows: Tensor,  # [D_out, D_in] float16, or for our own kernels bfloat16
+        scale: float,  # `rows` by the weight
     ) -> None:
         self._unscale = 1 / scale
-        has_kernels = find_kernels() is not None
-        self._rows = scaled.half() if has_kernels else None  # [D_out, D_in], what our own kernels read
-        self._packed = None if has_kernels else torch.ops.quantized.linear_prepack_fp16(scaled, None)
+        self._kernels = find_kernels()
+        self._held = rows if self._kernels else torch.ops.quantized.linear_prepack_fp16(rows.float(), None)
+        is_tiled = self._kernels is not None and self._kernels.max_rows(rows.dtype) == MAX_TILED_ROWS
+        self.max_rows = MAX_TILED_ROWS if is_tiled else MAX_PACKED_ROWS
+        """Rows for which it is fast."""
 
     def linear(self, bias: Tensor | None = None) -> Linear:
-        """As our own kernels take it; the weight must outlive it."""
-        assert self._rows is not None
-        return Linear.of(self._rows, bias, self._unscale)
+        """As our own kernels take it."""
+        assert self._kernels is not None
+        return self._kernels.linear(self._held, bias, self._unscale)
 
     def __call__(self, hidden: Tensor) -> Tensor:  # [..., D_in] float32 -> [..., D_out] float32
         if hidden.dim() == 1:
             return self(hidden.unsqueeze(0)).squeeze(0)
-        if self._packed is None and (kernels := find_kernels()) is not None:
-            return kernels.product(self.linear(), hidden)
-        output: Tensor = torch.ops.quantized.linear_dynamic_fp16(hidden, self._packed)
+        if self._kernels is not None:
+            return self._kernels.product(self.linear(), hidden)
+        output: Tensor = torch.ops.quantized.linear_dynamic_fp16(hidden, self._held)
         return output.mul_(self._unscale)
 
 
@@ -67,11 +70,16 @@ def half_weight(
     largest = max(map(abs, map(float, weight.aminmax()))) if weight.numel() else 0.0
     if not math.isfinite(largest):
         return None
+    if (kernels := find_kernels()) is not None:
+        short = weight.detach().bfloat16()
+        # Tiles take nothing else of 16 bits.
+        if bool((short == weight).all()) or (rounds and kernels.uses_tiles and bool(short.isfinite().all())):
+            return HalfWeight(short, 1.0)
     # A power of two: scaling by it rounds nothing.
     scale = 2.0 ** min(TOP_EXPONENT - math.frexp(largest)[1], MAX_SHIFT)
     if not rounds and not _is_held(weight, scale):
         return None
-    return HalfWeight(weight.detach() * scale, scale)
+    return HalfWeight((weight.detach() * scale).half(), scale)
 
 
 def _is_held(weight: Tensor, scale: float) -> bool:
@@ -95,6 +103,6 @@ def _has_kernel(_engine: str) -> bool:
     # More bits than 16, for a kernel that would round the other factor.
     long = one + 2.0**-20
     try:
-        return bool(HalfWeight(one, 1.0)(long) == long)
+        return bool(HalfWeight(one.half(), 1.0)(long) == long)
     except (AttributeError, RuntimeError):
         return False

@@ -1,6 +1,6 @@
 """Products, decoder layers and attention over few rows by kernels of our own, compiled for this machine.
 
-What they compute, and to which bits, is said in `kernels.cpp`. T rows; D hidden size; H query heads, Hkv key heads,
+What they compute, and to which bits, is said in `native/kernels.cpp`. T rows; D hidden size; H query heads, Hkv key heads,
 Dh head size; B sequences.
 """
 
@@ -9,13 +9,14 @@ import hashlib
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
+import warnings
 from ctypes import c_float, c_int64, c_void_p
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -24,23 +25,24 @@ from tqdm import tqdm
 from .cache_folder import cache_folder
 
 MAX_ROWS = 16
-"""Rows that a layer takes by these kernels; with more it is the machine's own that are faster."""
+"""Rows for which these kernels are fastest, of a weight that the library multiplies by in the same type."""
+MAX_TILED_ROWS = 256
+"""The same of a weight that goes by tiles."""
 MAX_ATTENDED_ROWS = 64
-"""The same of attention alone, which reads keys and values where they lie."""
+"""The same of attention, which reads keys and values where they lie."""
 KERNEL_DTYPES = (torch.float32, torch.bfloat16)
 """Of the states."""
 SWITCH = "HISPEC_KERNELS"
-"""0 in this variable of the environment leaves them out."""
-SOURCE = Path(__file__).with_suffix(".cpp")
+"""0 in this variable of the environment leaves them out, `lanes` the machine's tiles."""
+SOURCES = Path(__file__).with_name("native")
 FLAGS = ("-std=c++20", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp", "-fPIC", "-w")
-BlockKind = Literal["four-bit", "eight-bit"]
-BLOCK_SIZE = 32
-"""Values of a weight that are kept in blocks have one step in common."""
-_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, "four-bit": 3, "eight-bit": 4}
+_KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, 4: 3, 8: 4}
+_TILE_KINDS = {torch.bfloat16: 5, 4: 6, 8: 7}
+"""By the type, or the bits of a value of blocks; where there are tiles."""
 
 
 class Linear(ctypes.Structure):
-    """A weight and a bias of a product, where they lie: they must outlive it."""
+    """A weight and a bias of a product, where they lie; made by `Kernels`."""
 
     _fields_ = (
         ("weight", c_void_p),
@@ -50,29 +52,6 @@ class Linear(ctypes.Structure):
         ("kind", c_int64),
         ("scale", c_float),
     )
-
-    @classmethod
-    def of(
-        cls,
-        weight: Tensor,  # [D_out, D_in], in rows one behind the other
-        bias: Tensor | None,  # [D_out]
-        scale: float = 1.0,  # by which the weight is to be multiplied
-    ) -> "Linear":
-        """From tensors."""
-        assert weight.is_contiguous()
-        return cls(weight.data_ptr(), pointer(bias), *weight.shape, _KINDS[weight.dtype], scale)
-
-    @classmethod
-    def of_blocks(
-        cls,
-        blocks: Tensor,  # [D_out, D_in / BLOCK_SIZE, bytes of a block] uint8
-        kind: BlockKind,
-        bias: Tensor | None,  # [D_out]
-    ) -> "Linear":
-        """From a weight in blocks, see `kernels.cpp`."""
-        assert blocks.is_contiguous()
-        num_outputs, num_blocks = blocks.shape[:2]
-        return cls(blocks.data_ptr(), pointer(bias), num_outputs, num_blocks * BLOCK_SIZE, _KINDS[kind], 1.0)
 
 
 class Heads(ctypes.Structure):
@@ -99,6 +78,19 @@ class Layer(ctypes.Structure):
         ("key_eps", c_float),
         ("heads", Heads),
     )
+
+    @classmethod
+    def of(
+        cls,
+        linears: tuple[Linear, Linear, Linear, Linear],
+        norms: list[Tensor | None],  # four, each [D] or [Dh]
+        eps: list[float],
+        heads: Heads,
+    ) -> "Layer":
+        """From its parts, which are kept."""
+        layer = cls(*linears, *map(pointer, norms), *eps, heads)
+        layer.parts = (linears, norms)
+        return layer
 
 
 class _Strides(ctypes.Structure):
@@ -131,9 +123,12 @@ class Places(ctypes.Structure):
 
 
 class Kernels:
-    """The compiled kernels; whoever calls them has asked `takes`."""
+    """The compiled kernels, of states in `KERNEL_DTYPES` on a CPU, without gradients."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
+        library.has_tiles.restype = c_int64
+        self.uses_tiles = bool(library.has_tiles()) and os.environ.get(SWITCH) != "lanes"
+        """Whether a weight in bfloat16 or in blocks goes by tiles, 16 rows at about the cost of one."""
         plan = {
             "product": [c_void_p] * 3 + [c_int64] * 2,
             "before_attention": [c_void_p] * 5 + [c_int64] * 2,
@@ -147,17 +142,48 @@ class Kernels:
                 function.argtypes, function.restype = arguments, None
                 self._functions[name, dtype] = function
 
-    def takes(self, states: Tensor, max_rows: int = MAX_ROWS) -> bool:
-        """Whether they compute with these `[..., T, D]`: few rows on a CPU, without gradients."""
-        return (
-            states.dtype in KERNEL_DTYPES
-            and states.device.type == "cpu"
-            and 0 < states.numel() <= max_rows * states.shape[-1]
-            and not torch.is_grad_enabled()
-        )
+    def takes(self, states: Tensor) -> bool:
+        """Whether they compute with such rows: some, on a CPU, without gradients."""
+        is_of_type = states.dtype in KERNEL_DTYPES and states.device.type == "cpu"
+        return is_of_type and states.numel() > 0 and not torch.is_grad_enabled()
+
+    def max_rows(self, dtype: torch.dtype) -> int:
+        """Rows for which they are fastest, of a weight of this type; 0 where they do not take it."""
+        if self.uses_tiles and dtype == torch.bfloat16:
+            return MAX_TILED_ROWS
+        return MAX_ROWS if dtype in KERNEL_DTYPES else 0
+
+    def linear(
+        self,
+        weight: Tensor,  # [D_out, D_in], in rows one behind the other
+        bias: Tensor | None,  # [D_out]
+        scale: float = 1.0,  # by which the weight is to be multiplied
+    ) -> Linear:
+        """A weight and a bias, which are kept."""
+        return self._linear(weight, bias, (weight.shape[0], weight.shape[1]), weight.dtype, scale)
+
+    def block_linear(
+        self,
+        blocks: Tensor,  # uint8, as `BlockWeight` has them
+        bias: Tensor | None,  # [D_out]
+        shape: tuple[int, int],  # D_out, D_in
+        num_bits: int,  # of a value
+    ) -> Linear:
+        """A weight in blocks and a bias, which are kept."""
+        return self._linear(blocks, bias, shape, num_bits, 1.0)
+
+    def _linear(
+        self, weight: Tensor, bias: Tensor | None, shape: tuple[int, int], what: torch.dtype | int, scale: float
+    ) -> Linear:
+        assert weight.is_contiguous() and (bias is None or bias.is_contiguous())
+        kinds = _KINDS | _TILE_KINDS if self.uses_tiles else _KINDS
+        linear = Linear(weight.data_ptr(), pointer(bias), *shape, kinds[what], scale)
+        linear.tensors = (weight, bias)
+        return linear
 
     def product(self, linear: Linear, states: Tensor) -> Tensor:  # [..., T, D_in] -> [..., T, D_out]
         """`states @ weight.T * scale + bias`."""
+        assert states.shape[-1] == linear.num_inputs
         states = states.contiguous()
         outputs = states.new_empty(*states.shape[:-1], linear.num_outputs)
         num_rows = states.numel() // linear.num_inputs
@@ -245,16 +271,26 @@ class Kernels:
 def find_kernels() -> Kernels | None:
     """The kernels, compiled where this machine has not yet; None where it cannot, or was told not to.
 
-    They need Linux, a CPU with AVX-512 and g++. Compiling takes some seconds, once.
+    They need Linux, a CPU with AVX-512 and, to be compiled, g++ of version 10 or newer. Compiling takes some seconds,
+    once. Where it fails a warning says why.
     """
-    if os.environ.get(SWITCH) == "0" or not _could_run():
+    has_lanes = torch.backends.cpu.get_cpu_capability() == "AVX512"
+    if os.environ.get(SWITCH) == "0" or sys.platform != "linux" or not has_lanes:
         return None
     try:
-        kernels = Kernels(ctypes.CDLL(str(_compiled())))
+        library = _kept() or _compiled()
+        if library is None:
+            return None
+        kernels = Kernels(ctypes.CDLL(str(library)))
+        if not _are_right(kernels):
+            raise RuntimeError("what they compute is wrong")
     # Without a home, a compiler that works, room on the disk, or the OpenMP library that torch brings along.
-    except (OSError, RuntimeError, subprocess.SubprocessError, AttributeError):
+    except (OSError, RuntimeError, subprocess.SubprocessError, AttributeError) as error:
+        reason = getattr(error, "stderr", b"") or str(error).encode()
+        text = reason.decode(errors="replace").strip().splitlines()[0]
+        warnings.warn(f"hispec runs without its own kernels, several times slower: {text}", stacklevel=2)
         return None
-    return kernels if _are_right(kernels) else None
+    return kernels
 
 
 def pointer(tensor: Tensor | None) -> int | None:
@@ -262,58 +298,92 @@ def pointer(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def _could_run() -> bool:
-    has_lanes = torch.backends.cpu.get_cpu_capability() == "AVX512"
-    return sys.platform == "linux" and has_lanes and shutil.which("g++") is not None
-
-
-def _compiled() -> Path:
-    """The library for this machine, as it is kept or made anew."""
-    source = SOURCE.read_bytes()
-    compiler = subprocess.run(["g++", "--version"], capture_output=True, check=True).stdout
-    flags = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")), "")
-    parts = (source, compiler, " ".join(FLAGS).encode(), flags.encode(), platform.machine().encode())
-    digest = hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+def _folder() -> Path:
+    """Where compiled kernels are kept; OSError where somebody else could write to it: what they wrote is not run."""
     folder = cache_folder() / "kernels"
-    library = folder / f"{digest}.so"
-    if not library.exists():
-        folder.mkdir(mode=0o755, parents=True, exist_ok=True)
-        _compile(library)
-    # What another user could have written is not run.
-    for path in (folder, library):
+    folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+    for path in (folder.resolve(), *folder.resolve().parents):
         status = path.stat()
-        if status.st_uid != os.getuid() or status.st_mode & 0o022:
+        # A group of the user's own, as many systems have it, is nobody else.
+        others = 0o022 if path == folder.resolve() or status.st_gid != os.getgid() else 0o002
+        is_open = status.st_mode & others and not status.st_mode & stat.S_ISVTX
+        if is_open or status.st_uid not in (os.getuid(), 0):
             raise OSError(f"{path} could be written to by others")
-    return library
+    return folder
 
 
-def _compile(library: Path) -> None:
+def _digest() -> str:
+    """Of all that decides what is compiled, but for the compiler."""
+    flags = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")), "")
+    sources = [path.read_bytes() for path in sorted(SOURCES.iterdir()) if path.suffix in (".cpp", ".hpp")]
+    parts = (*sources, " ".join(FLAGS).encode(), flags.encode(), platform.machine().encode())
+    return _short(b"\0".join(parts))
+
+
+def _short(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def _kept() -> Path | None:
+    """The library for this machine, if it is kept, and whole: its name tells its content."""
+    for library in _folder().glob(f"{_digest()}-*.so"):
+        status = library.stat()
+        if status.st_uid != os.getuid() or status.st_mode & 0o022:
+            raise OSError(f"{library} could be written to by others")
+        if library.stem.endswith(_short(library.read_bytes())):
+            return library
+        library.unlink()
+    return None
+
+
+def _compiled() -> Path | None:
+    """The library for this machine, made anew; None without a compiler."""
+    if shutil.which("g++") is None:
+        return None
     with (
         tqdm(total=1, desc="compiling kernels, once", leave=False) as bar,
-        tempfile.TemporaryDirectory(dir=library.parent) as folder,
+        tempfile.TemporaryDirectory(dir=_folder()) as folder,
     ):
         compiled, linked = Path(folder) / "kernels.o", Path(folder) / "kernels.so"
+        source = SOURCES / "kernels.cpp"
         run = {"check": True, "capture_output": True, "timeout": 300}
-        subprocess.run(["g++", *FLAGS, "-c", str(SOURCE), "-o", str(compiled)], **run)  # type: ignore[call-overload]
+        subprocess.run(["g++", *FLAGS, "-c", str(source), "-o", str(compiled)], **run)  # type: ignore[call-overload]
         # Without OpenMP's library: torch has loaded its own, and a second one would have threads of its own.
         subprocess.run(["g++", "-shared", str(compiled), "-o", str(linked)], **run)  # type: ignore[call-overload]
         linked.chmod(0o755)
+        library = _folder() / f"{_digest()}-{_short(linked.read_bytes())}.so"
         linked.replace(library)
         bar.update()
+    return library
 
 
 @torch.inference_mode()
 def _are_right(kernels: Kernels) -> bool:
-    """Whether a product of each type comes out as it should."""
+    """Whether products and attention come out as they should here, and each row as alone."""
     generator = torch.Generator().manual_seed(0)
     for dtype in KERNEL_DTYPES:
-        states = torch.randn(3, 77, generator=generator).to(dtype)
-        weight = torch.randn(13, 77, generator=generator).to(dtype)
+        make = partial(_random, generator, dtype)
+        states, weight = make(19, 77), make(13, 77)
         expected = states.double() @ weight.double().t()
-        found = kernels.product(Linear.of(weight, None), states).double()
-        if not torch.allclose(found, expected, rtol=0.01, atol=0.05):
+        linear = kernels.linear(weight, None)
+        found = kernels.product(linear, states)
+        if not torch.allclose(found.double(), expected, rtol=0.01, atol=0.05):
+            return False
+        if not torch.equal(kernels.product(linear, states[18:]), found[18:]):
+            return False
+        query, keys, values = make(1, 2, 24), make(20, 1, 24), make(20, 1, 24)
+        numbers = torch.tensor([[0], [19]], device="cpu")
+        places = Places.of(*numbers, torch.arange(5, device="cpu").unsqueeze(0), 4)
+        expected = (query[0].double() @ keys[:, 0].double().t() * 0.2).softmax(-1) @ values[:, 0].double()
+        new = keys[19:].clone(), values[19:].clone()
+        found = kernels.paged_attention(query, *new, keys, values, places, scaling=0.2, window=None)
+        if not torch.allclose(found[0].double(), expected, rtol=0.01, atol=0.02):
             return False
     return True
+
+
+def _random(generator: torch.Generator, dtype: torch.dtype, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=generator, device="cpu").to(dtype)
 
 
 def _heads_together(heads: Tensor) -> Tensor:

@@ -18,9 +18,7 @@ from transformers.activations import SiLUActivation
 
 from .attention import DenseAttention
 from .fused_linear import FusedPart
-from .kernels import MAX_ROWS, Heads, Layer, Linear, find_kernels, pointer
-from .product import COMPACT
-from .product_form import MAX_PACKED_ROWS
+from .kernels import MAX_TILED_ROWS, Heads, Layer, Linear, find_kernels, pointer
 
 if TYPE_CHECKING:
     from .backbone import Attend
@@ -28,7 +26,7 @@ if TYPE_CHECKING:
 FAMILY = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
 """Classes of transformers that compute in this way."""
 
-TRIAL_LENGTHS = (5, MAX_ROWS + 1)
+TRIAL_LENGTHS = (5, MAX_TILED_ROWS + 1)
 """Tokens of the sequences over which a layer is tried: few, as kernels take, and more."""
 
 
@@ -97,7 +95,8 @@ class LeanLayer:
         kernels = find_kernels()
         if (
             kernels is not None
-            and kernels.takes(hidden, MAX_PACKED_ROWS)
+            and hidden.shape[1] <= MAX_TILED_ROWS
+            and kernels.takes(hidden)
             and (layer := self._describe(hidden, rotary)) is not None
         ):
             heads = kernels.before_attention(layer, hidden, *rotary)
@@ -123,18 +122,17 @@ class LeanLayer:
         products = self._qkv.product, self._output.product, self._gate_up.product, self._down.product
         linears = products[0].linear(), products[1].linear(), products[2].linear(), products[3].linear()
         norms = [None if norm is None else norm._parameters["weight"] for norm in self._norms]
-        made_of = *map(id, linears), *map(pointer, norms), hidden.dtype, rotary.cos.shape[-1]
+        made_of = *map(id, linears), *map(pointer, norms), hidden.dtype, rotary.cos.dtype, rotary.cos.shape[-1]
         if self._described is None or self._described.made_of != made_of:
-            tensors = [products[0].weight, *norms, rotary.cos, rotary.sin]
+            weights = [tensor for product in products for tensor in (product.weight, product.bias)]
+            tensors = [*weights, *norms, rotary.cos, rotary.sin]
             are_alike = all(tensor is None or tensor.dtype == hidden.dtype for tensor in tensors)
             layer = None
             if self._is_silu and are_alike and rotary.cos.shape[-1] == self._head_dim:
                 eps = [0.0 if norm is None else norm.variance_epsilon for norm in self._norms]
                 heads = Heads(self._num_heads, self._num_kv_heads, self._head_dim)
-                layer = Layer(*linears, *map(pointer, norms), *eps, heads)
-            # Where all weights are short, there is nothing faster for more rows.
-            are_compact = all(product.packing in COMPACT for product in products)
-            max_rows = MAX_PACKED_ROWS if are_compact else MAX_ROWS
+                layer = Layer.of(linears, norms, eps, heads)
+            max_rows = min(product.max_native_rows for product in products)
             self._described = _Description(made_of, layer, max_rows, linears)
         described = self._described
         return described.layer if hidden.shape[1] <= described.max_rows else None

@@ -40,8 +40,7 @@ class Product:
         self._packed_from: tuple[int, int] | None = None
         self._rounds = False
         self._linear: Linear | None = None
-        self._linear_from: tuple[int, int] | None = None
-        self._in_rows: Tensor | None = None
+        self._linear_from: tuple[tuple[int, int], ...] = ()
         self._measured: FormTables = {}
         self._table = self._choose_table()
 
@@ -62,8 +61,7 @@ class Product:
         if form == "usual" or form == "packed":
             return self.by_kernel(hidden, packed=form == "packed")
         if form == "native":
-            kernels = find_kernels()
-            return self.by_kernel(hidden, packed=False) if kernels is None else kernels.product(self.linear(), hidden)
+            return self.by_native(hidden, packed=True)
         rows = hidden.reshape(-1, hidden.shape[-1])
         num_rows = len(rows)
         if form.endswith("twice"):
@@ -87,17 +85,21 @@ class Product:
 
     def linear(self) -> Linear:
         """As our own kernels take it: the weight itself, or its shorter copy; the same object while that stands."""
-        state = tensor_state(self.weight)
+        state = tensor_state(self.weight), *(() if self.bias is None else (tensor_state(self.bias),))
         if self._linear is None or self._linear_from != state:
-            if isinstance(self._packed, Compact) and self._packed_from != state:
-                self.pack(rounds=self._rounds)
             if isinstance(self._packed, Compact):
-                self._linear = self._packed.linear(self.bias)
-            else:
-                self._in_rows = self.weight.detach().contiguous()
-                self._linear = Linear.of(self._in_rows, self.bias)
+                self.pack(rounds=self._rounds)
+            self._linear = self._make_linear(packed=True)
             self._linear_from = state
         return self._linear
+
+    def _make_linear(self, *, packed: bool) -> Linear:
+        bias = None if self.bias is None else self.bias.detach().contiguous()
+        if packed and isinstance(self._packed, Compact):
+            return self._packed.linear(bias)
+        kernels = find_kernels()
+        assert kernels is not None
+        return kernels.linear(self.weight.detach().contiguous(), bias)
 
     def _follow_dtype(self) -> None:
         if self.is_packed:
@@ -105,14 +107,32 @@ class Product:
         else:
             self._table = self._choose_table()
 
+    @property
+    def max_native_rows(self) -> int:
+        """Rows for which our own kernels are fastest; 0 without."""
+        kernels = find_kernels()
+        if kernels is None:
+            return 0
+        return self._packed.max_rows if isinstance(self._packed, Compact) else kernels.max_rows(self.weight.dtype)
+
     def _choose_table(self) -> FormTable:
         self._dtype = self.weight.dtype
+        if isinstance(self._packed, Compact):
+            return FormTable((1, self._packed.max_rows + 1), ("packed", "usual"))
         return self._measured.get(self.kind) or guessed_forms(self.kind)
 
     @property
     def is_packed(self) -> bool:
         """Whether there is a packed copy."""
         return self._packed is not None
+
+    def by_native(self, hidden: Tensor, *, packed: bool) -> Tensor:  # [..., T, D_in] -> [..., T, D_out]
+        """The product by our own kernels, over a shorter copy if `packed` and there is one; the usual one without."""
+        kernels, weight = find_kernels(), self.weight
+        is_fit = hidden.dtype == weight.dtype and hidden.shape[-1] == weight.shape[1] and weight.device.type == "cpu"
+        if kernels is None or not is_fit:
+            return self.by_kernel(hidden, packed=False)  # which says what is wrong
+        return kernels.product(self.linear() if packed else self._make_linear(packed=False), hidden)
 
     def by_kernel(self, hidden: Tensor, *, packed: bool) -> Tensor:  # [..., T, D_in] -> [..., T, D_out]
         """The product by one call whatever the number of rows: of the machine's own kernel, or the usual one."""
@@ -131,6 +151,8 @@ class Product:
         A float32 weight is packed as it was quantised where it was, see `block_weight`, or in 16 bits where these hold
         it, see `half_weight`. With `rounds` also where they do not: for what drafts, which may be anything.
         """
+        if self._packed_from == tensor_state(self.weight) and self._rounds == rounds:
+            return
         self._rounds = rounds
         self._linear = None
         self._packed = block_weight(self.weight) or half_weight(self.weight, rounds=rounds)
@@ -145,11 +167,13 @@ class Product:
 
 
 def can_pack(dtype: torch.dtype) -> bool:
-    """Whether this machine's kernels take packed weights of a type."""
+    """Whether this machine's kernels take packed weights of a type, and nothing faster takes them as they are."""
     if not torch.backends.mkldnn.is_available():
         return False
     if dtype == torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        kernels = find_kernels()
+        is_needed = kernels is None or not kernels.uses_tiles
+        return is_needed and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     return dtype == torch.float32
 
 

@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from .kernels import KERNEL_DTYPES, MAX_ROWS, find_kernels
+from .kernels import MAX_ROWS, find_kernels
 
 Form = Literal["usual", "native", "packed", "packed-twice", "transposed", "transposed-twice"]
 """`usual` is the library's own call, `native` one of our own `kernels`, `packed` reads the packed copy, `transposed`
@@ -40,14 +40,15 @@ class FormTable(NamedTuple):
 FormTables = Mapping[ProductKind, FormTable]
 
 _USUAL = FormTable((1,), ("usual",))
+_PACKED = FormTable((1,), ("packed",))
 _GUESSED: dict[tuple[torch.dtype, Packing], FormTable] = {
     (torch.float32, "none"): FormTable((1, 2, 9), ("transposed-twice", "transposed", "usual")),
     (torch.float32, "packed"): FormTable(
         (1, 2, 3, MAX_PACKED_ROWS + 1), ("transposed-twice", "packed-twice", "packed", "usual")
     ),
-    # Never in another form: whatever the number of rows, a row has the same bits.
-    (torch.float32, "half"): FormTable((1, MAX_PACKED_ROWS + 1), ("packed", "usual")),
-    (torch.float32, "block"): FormTable((1, MAX_PACKED_ROWS + 1), ("packed", "usual")),
+    # As far as these serve; never in another form: whatever the number of rows, a row has the same bits.
+    (torch.float32, "half"): _PACKED,
+    (torch.float32, "block"): _PACKED,
     (torch.bfloat16, "packed"): FormTable(
         (1, 2, 3, MAX_PACKED_ROWS + 1), ("packed", "packed-twice", "packed", "usual")
     ),
@@ -64,19 +65,23 @@ _NATIVE: dict[tuple[torch.dtype, Packing], FormTable] = {
 
 def guessed_forms(kind: ProductKind) -> FormTable:
     """What was fastest on x86 machines with AVX-512 and bfloat16; see `measure_forms` for another."""
-    with_kernels = {} if find_kernels() is None else _NATIVE
+    kernels = find_kernels()
+    if kernels is not None and kernels.max_rows(kind.dtype) > MAX_ROWS:
+        return FormTable((1, kernels.max_rows(kind.dtype) + 1), ("native", "usual"))
+    with_kernels = {} if kernels is None else _NATIVE
     key = kind.dtype, kind.packing
     return with_kernels.get(key) or _GUESSED.get(key, _USUAL)
 
 
 def possible_forms(kind: ProductKind, num_rows: int) -> tuple[Form, ...]:
     """All that compute so many rows of this kind to what is promised of it."""
-    if kind.packing in ("half", "block"):
+    kernels = find_kernels()
+    max_rows = 0 if kernels is None else kernels.max_rows(kind.dtype)
+    # Nothing else comes near a weight in tiles.
+    if kind.packing in ("half", "block") or max_rows > MAX_ROWS:
         return (guessed_forms(kind).form(num_rows),)
     packed: tuple[Form, ...] = ("packed", "packed-twice") if kind.packing == "packed" else ()
-    native: tuple[Form, ...] = (
-        ("native",) if num_rows <= MAX_ROWS and find_kernels() and kind.dtype in KERNEL_DTYPES else ()
-    )
+    native: tuple[Form, ...] = ("native",) if num_rows <= max_rows else ()
     if kind.dtype == torch.float32:
         return ("usual", *native, *packed, "transposed", "transposed-twice")
     # Doubled, one row or many would go to another of the machine's kernels, which sums in another order.

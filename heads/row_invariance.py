@@ -68,7 +68,9 @@ class TiledProduct(nn.Module):
         generator = torch.Generator().manual_seed(0)
         pattern, inputs = torch.randn(2, ROW_COUNTS[-1], size // 2, generator=generator).to(weight.device, weight.dtype)
         if self._product.packing == "half":
-            pattern = pattern.half().to(weight.dtype)
+            pattern = pattern.bfloat16().to(weight.dtype)
+        if self._product.packing == "block":
+            pattern = (pattern * 3).round().clamp(-7, 7)
         order = torch.randperm(size // 2 * 2, generator=generator).to(weight.device)
         padding = (0, size % 2)
         pattern = nn.functional.pad(torch.cat([pattern, -pattern], dim=1)[:, order], padding)
@@ -87,7 +89,7 @@ class TiledProduct(nn.Module):
 
     def _multiply(self, product: Product, rows: Tensor) -> Tensor:  # [T, D_in] -> [T, D_out]
         if rows.device.type == "cpu" and rows.dtype in KERNEL_DTYPES and find_kernels() is not None:
-            return product.by_form(rows, "native")
+            return product.by_native(rows, packed=self._packed)
         return product.by_kernel(rows, packed=self._packed)
 
 

@@ -112,9 +112,10 @@ class PagedAttention:
         softcap: float | None,
     ) -> Tensor:  # [T, H, Dh]
         """See `Attend`."""
-        if self._kernels is not None and softcap is None and query.dtype in KERNEL_DTYPES:
+        pools = self._kv_cache.keys[kv_layer], self._kv_cache.values[kv_layer]
+        are_alike = all(tensor.dtype == query.dtype for tensor in (key, value, *pools))
+        if self._kernels is not None and softcap is None and are_alike and query.dtype in KERNEL_DTYPES:
             self._clear(kv_layer)
-            pools = self._kv_cache.keys[kv_layer], self._kv_cache.values[kv_layer]
             return self._kernels.paged_attention(
                 query, key, value, *pools, self._places, scaling=scaling, window=window
             )

@@ -24,7 +24,7 @@ from hispec.heads import (
 )
 from hispec.heads.block_weight import BlockWeight, block_weight
 from hispec.heads.half_weight import half_weight
-from hispec.heads.kernels import MAX_ROWS, Linear
+from hispec.heads.kernels import MAX_ROWS, SWITCH
 from hispec.heads.lean_layer import LeanLayer
 from hispec.heads.product import Product
 from hispec.infer import Engine, SamplingParams
@@ -33,10 +33,21 @@ from hispec.infer.kv_cache import KVCache
 
 from .models import build_base, build_heads, reference
 
-KERNELS = find_kernels()
-pytestmark = pytest.mark.skipif(KERNELS is None, reason="this machine cannot compile the kernels")
+pytestmark = pytest.mark.skipif(find_kernels() is None, reason="this machine cannot compile the kernels")
 BLOCK_TYPES = {"Q4_0": "four-bit", "Q4_1": "four-bit", "Q8_0": "eight-bit"}
 LEAN = ("llama", "mistral", "qwen2", "qwen2-window", "qwen3")
+
+
+@pytest.fixture(params=["lanes", "tiles"])
+def native(request, monkeypatch):
+    """The kernels in use, with the machine's tiles and without."""
+    monkeypatch.setenv(SWITCH, request.param)
+    find_kernels.cache_clear()
+    kernels = find_kernels()
+    if kernels.uses_tiles != (request.param == "tiles"):
+        pytest.skip("this machine has no tiles")
+    yield kernels
+    find_kernels.cache_clear()
 
 
 def make(*shape, dtype=torch.float32, seed=0):
@@ -67,7 +78,7 @@ WEIGHTS = {
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("shape", [(1, 32), (13, 96), (70, 576), (5, 7), (9, 77), (33, 1)])
 @torch.inference_mode()
-def test_a_product_is_the_product_row_by_row(kind, has_bias, shape):
+def test_a_product_is_the_product_row_by_row(native, kind, has_bias, shape):
     make_weight, dtype, packing = WEIGHTS[kind]
     num_outputs, size = shape
     if packing == "block" and size % 32:
@@ -78,23 +89,23 @@ def test_a_product_is_the_product_row_by_row(kind, has_bias, shape):
         product.pack()
         assert product.packing == packing
     linear = product.linear()
-    hidden = make(23, size, dtype=dtype, seed=3)
+    hidden = make(37, size, dtype=dtype, seed=3)
     expected = F.linear(hidden.double(), weight.double(), None if bias is None else bias.double())
-    outputs = KERNELS.product(linear, hidden)
+    outputs = native.product(linear, hidden)
     # The rounding of what is kept, and of sums in float32.
     unit = torch.finfo(dtype).eps
     assert ((outputs - expected).abs() <= unit * expected.abs() + size * 2.0**-23 * 4).all()
-    for rows in (slice(0, 1), slice(1, 3), slice(2, 5), slice(4, 8), slice(7, 16), slice(22, 23)):
-        assert torch.equal(KERNELS.product(linear, hidden[rows]), outputs[rows])
-    assert torch.equal(KERNELS.product(linear, hidden[0]), outputs[0])
-    assert torch.equal(KERNELS.product(linear, hidden.t().contiguous().t()), outputs)
+    for rows in (slice(0, 1), slice(1, 3), slice(2, 5), slice(4, 8), slice(7, 16), slice(5, 22), slice(36, 37)):
+        assert torch.equal(native.product(linear, hidden[rows]), outputs[rows])
+    assert torch.equal(native.product(linear, hidden[0]), outputs[0])
+    assert torch.equal(native.product(linear, hidden.t().contiguous().t()), outputs)
 
 
 @pytest.mark.parametrize("kind", BLOCK_TYPES)
 @torch.inference_mode()
-def test_a_weight_in_blocks_has_its_values_to_the_bit(kind):
+def test_a_weight_in_blocks_has_its_values_to_the_bit(native, kind):
     weight = quantised(kind, 40, 96)
-    weight[3] = 0
+    weight[0] = 0
     held = block_weight(weight)
     assert isinstance(held, BlockWeight)
     # One input at a time: nothing is summed.
@@ -105,7 +116,7 @@ def test_a_weight_in_blocks_has_its_values_to_the_bit(kind):
 
 @pytest.mark.parametrize("kind", BLOCK_TYPES)
 @torch.inference_mode()
-def test_a_weight_that_no_blocks_hold_is_left_as_it_is(kind):
+def test_a_weight_that_no_blocks_hold_is_left_as_it_is(native, kind):
     assert block_weight(make(4, 64)) is None
     for row, rounding in ((0, 2.0**-20), (-1, 2.0**-20), (-1, math.nan), (0, math.inf)):
         weight = quantised(kind, 5000, 64)
@@ -139,7 +150,7 @@ def close(found, expected):
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES)
 @pytest.mark.parametrize("architecture", LEAN)
 @torch.inference_mode()
-def test_a_layer_is_the_librarys(architecture, dtype):
+def test_a_layer_is_the_librarys(native, architecture, dtype):
     backbone = Backbone(build_base(architecture).to(dtype))
     positions = torch.arange(MAX_ROWS)
     hidden = backbone.embed(torch.arange(3, 3 + MAX_ROWS), positions)
@@ -167,7 +178,7 @@ def cache_and_tables(backbone, lengths, block_size=4):
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES)
 @pytest.mark.parametrize("architecture", LEAN)
 @torch.inference_mode()
-def test_texts_side_by_side_and_in_pieces_come_out_as_alone_to_the_bit(architecture, dtype):
+def test_texts_side_by_side_and_in_pieces_come_out_as_alone_to_the_bit(native, architecture, dtype):
     backbone = Backbone(build_base(architecture).to(dtype))
     lengths = (15, 9)
     ids = torch.randint(3, 60, (2, 15), generator=torch.Generator().manual_seed(5))
@@ -215,7 +226,7 @@ def test_attention_over_blocks_is_attention(dtype, window, num_heads, num_kv_hea
     query = make(len(positions), num_heads, head_dim, dtype=dtype, seed=7)
     key, value = (torch.cat([texts[text][part][kept[text] :] for text in kept]) for part in (0, 1))
     rows = torch.cat([query, key, value], dim=1)
-    found = KERNELS.paged_attention(
+    found = find_kernels().paged_attention(
         *rows.split([num_heads, num_kv_heads, num_kv_heads], dim=1),
         *pools,
         Places.of(sequences, positions, tables, size),
@@ -236,7 +247,7 @@ def test_attention_holds_for_scores_far_apart():
     pools = [torch.zeros(64, 1, 16) for _ in range(2)]
     query, key, value = make(40, 1, 16, seed=1) * 40, make(40, 1, 16, seed=2) * 40, make(40, 1, 16, seed=3)
     places = Places.of(torch.zeros(40, dtype=torch.int64), torch.arange(40), torch.arange(16).unsqueeze(0), 4)
-    found = KERNELS.paged_attention(query, key, value, *pools, places, scaling=1.0, window=None)
+    found = find_kernels().paged_attention(query, key, value, *pools, places, scaling=1.0, window=None)
     mask = torch.ones(40, 40, dtype=torch.bool).tril()
     scores = torch.einsum("qhd,khd->hqk", query.double(), key.double()).masked_fill(~mask, -math.inf)
     close(found, torch.einsum("hqk,khd->qhd", scores.softmax(-1), value.double()).float())
@@ -254,7 +265,7 @@ def base_of_weights(make_weight, dtype):
 
 @pytest.mark.parametrize("kind", WEIGHTS)
 @torch.no_grad()
-def test_a_layer_follows_its_weights(kind):
+def test_a_layer_follows_its_weights(native, kind):
     make_weight, dtype, packing = WEIGHTS[kind]
     base = base_of_weights(make_weight, dtype)
     model = EarlyExitModel.from_configs(base, [])
@@ -278,7 +289,7 @@ def test_a_layer_follows_its_weights(kind):
 
 
 @pytest.mark.parametrize("kind", WEIGHTS)
-def test_texts_are_those_of_the_base(kind):
+def test_texts_are_those_of_the_base(native, kind):
     make_weight, dtype, _ = WEIGHTS[kind]
     base = base_of_weights(make_weight, dtype)
     model = build_heads(base, "random", (1, 2))
@@ -295,15 +306,14 @@ def test_texts_are_those_of_the_base(kind):
     assert texts[0] == texts[1] == texts[2]
 
 
-def test_they_take_few_rows_without_gradients():
-    hidden = make(1, MAX_ROWS, 8)
-    assert not KERNELS.takes(hidden)
+def test_they_take_rows_without_gradients():
+    kernels, hidden = find_kernels(), make(1, MAX_ROWS, 8)
+    assert not kernels.takes(hidden)
     with torch.no_grad():
-        assert KERNELS.takes(hidden)
-        assert not KERNELS.takes(make(1, MAX_ROWS + 1, 8))
-        assert not KERNELS.takes(hidden.half())
-        assert not KERNELS.takes(hidden.to("meta"))
-        assert not KERNELS.takes(hidden[:, :0])
+        assert kernels.takes(hidden)
+        assert not kernels.takes(hidden.half())
+        assert not kernels.takes(hidden.to("meta"))
+        assert not kernels.takes(hidden[:, :0])
 
 
 @pytest.fixture
@@ -320,27 +330,36 @@ def test_they_are_compiled_once(fresh, tmp_path, monkeypatch):
     finally:
         os.umask(before)
     (library,) = (tmp_path / "kernels").iterdir()
-    monkeypatch.setattr(kernels, "_compile", None)
-    assert fresh() is not None
     assert library.stat().st_mode & 0o777 == 0o755
+    monkeypatch.setattr(kernels.shutil, "which", lambda name: None)  # where they are only run
+    assert fresh() is not None
 
 
-@pytest.mark.parametrize("what", ["file", "folder"])
+@pytest.mark.parametrize("what", ["file", "folder", "folder above"])
 def test_what_others_could_have_written_is_not_run(fresh, tmp_path, what):
     folder = tmp_path / "kernels"
     shutil.copytree(KEPT, folder)
     assert fresh() is not None
-    for path in [folder] if what == "folder" else folder.iterdir():
+    for path in {"folder": [folder], "folder above": [tmp_path], "file": folder.iterdir()}[what]:
         path.chmod(path.stat().st_mode | 0o002)
-    assert fresh() is None
+    with pytest.warns(UserWarning, match="could be written to by others"):
+        assert fresh() is None
+
+
+def test_a_library_that_is_not_whole_is_made_anew(fresh, tmp_path):
+    shutil.copytree(KEPT, tmp_path / "kernels")
+    for path in (tmp_path / "kernels").iterdir():
+        os.truncate(path, 8192)
+    assert fresh() is not None
 
 
 def test_without_what_it_takes_there_are_none(fresh, monkeypatch):
-    def fails(library):
-        raise kernels.subprocess.CalledProcessError(1, "g++")
+    def fails(command, **options):
+        raise kernels.subprocess.CalledProcessError(1, command, stderr=b"no such option\nand more")
 
-    monkeypatch.setattr(kernels, "_compile", fails)
-    assert fresh() is None
+    monkeypatch.setattr(kernels.subprocess, "run", fails)
+    with pytest.warns(UserWarning, match="several times slower: no such option$"):
+        assert fresh() is None
     monkeypatch.setattr(kernels.shutil, "which", lambda name: None)
     assert fresh() is None
 
@@ -349,7 +368,14 @@ def test_kernels_that_are_wrong_are_not_used(fresh, tmp_path, monkeypatch):
     shutil.copytree(KEPT, tmp_path / "kernels")
     product = kernels.Kernels.product
     monkeypatch.setattr(kernels.Kernels, "product", lambda *args: product(*args) * 1.1)
-    assert fresh() is None
+    with pytest.warns(UserWarning, match="is wrong"):
+        assert fresh() is None
+
+
+def test_they_are_found_whatever_the_default_device(fresh, tmp_path):
+    shutil.copytree(KEPT, tmp_path / "kernels")
+    with torch.device("meta"):
+        assert fresh() is not None
 
 
 def test_a_switch_leaves_them_out(without_kernels):
@@ -362,11 +388,51 @@ def test_a_switch_leaves_them_out(without_kernels):
     assert half_weight(released(4, 32), rounds=False) is not None or not torch.backends.quantized.supported_engines
 
 
-def test_linear_says_where_its_tensors_lie():
+def test_linear_keeps_its_tensors():
     weight, bias = make(3, 5), make(3)
-    linear = Linear.of(weight, bias)
+    linear = find_kernels().linear(weight, bias)
     assert (linear.weight, linear.bias) == (weight.data_ptr(), bias.data_ptr())
     assert (linear.num_outputs, linear.num_inputs) == (3, 5)
+    assert linear.tensors[0] is weight
+    assert linear.tensors[1] is bias
+
+
+@torch.no_grad()
+def test_a_product_follows_its_bias(native):
+    linear = torch.nn.Linear(64, 32)
+    product, hidden = Product(linear.weight, linear.bias), make(2, 64)
+    product(hidden)
+    linear.bias.data = make(32, seed=5)
+    close(product(hidden), linear(hidden))
+
+
+@torch.no_grad()
+def test_what_does_not_fit_is_the_librarys_error():
+    product = Product(make(8, 32))
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        product(make(2, 48))
+    with pytest.raises(RuntimeError, match="same dtype"):
+        Product(make(8, 32).bfloat16())(make(2, 32))
+
+
+def test_packing_what_is_packed_keeps_the_copy():
+    product = Product(released(32, 64))
+    product.pack()
+    kept = product._packed
+    product.pack()
+    assert product._packed is kept
+
+
+@torch.inference_mode()
+def test_attention_is_by_kernels_where_all_types_are_one():
+    pools = KVCache(1, 4, 4, 1, 8, torch.float32, torch.device("cpu"))
+    rows = [make(3, 1, 8, seed=seed) for seed in range(3)]
+    span = [Span([2, 0], 0, 3)]
+    options = {"scaling": 0.3, "window": None, "softcap": None}
+    expected = PagedAttention(pools, span, torch.device("cpu"))(0, *rows, **options)
+    rows[2] = rows[2].bfloat16()  # as under autocast
+    found = PagedAttention(pools, span, torch.device("cpu"))(0, *rows, **options)
+    torch.testing.assert_close(found.float(), expected, rtol=0.02, atol=0.02)
 
 
 KEPT = cache_folder() / "kernels"

@@ -1,0 +1,37 @@
+// Decoder layers of the Llama family over few rows, at the speed at which the memory hands out the weights.
+//
+// A row comes out to the same bits however many are computed with it: every sum runs over its values in one order. In
+// bfloat16 values are rounded where the operations of torch round them, sums are in float32.
+//
+// T rows; I inputs and O outputs of a product; D hidden size; F size between gate and down; H query heads, K key heads,
+// Dh head size; S tokens of a block; B sequences, n blocks of the longest. Weights are [O, I], rows of states [T, D].
+
+#include "layer.hpp"
+
+#define FOR_TYPE(A, SUFFIX)                                                                                           \
+    void product_##SUFFIX(const Linear* linear, const A* states, A* outputs, int64_t num_rows, int64_t num_threads) { \
+        product<A>(*linear, states, outputs, num_rows, num_threads);                                                  \
+    }                                                                                                                 \
+    void before_attention_##SUFFIX(const Layer* layer, const A* states, const A* cosines, const A* sines, A* heads,   \
+                                   int64_t num_rows, int64_t num_threads) {                                           \
+        before_attention<A>(*layer, states, cosines, sines, heads, num_rows, num_threads);                            \
+    }                                                                                                                 \
+    void after_attention_##SUFFIX(const Layer* layer, const A* states, const A* attended, A* outputs,                 \
+                                  int64_t num_rows, int64_t num_threads) {                                            \
+        after_attention<A>(*layer, states, attended, outputs, num_rows, num_threads);                                 \
+    }                                                                                                                 \
+    void paged_attention_##SUFFIX(const A* queries, const A* new_keys, const A* new_values, const Strides* strides,   \
+                                  A* keys, A* values, const Places* places, const Heads* heads, int64_t window,       \
+                                  float scaling, A* outputs, int64_t num_rows, int64_t num_threads) {                 \
+        paged_attention<A>(queries, new_keys, new_values, *strides, keys, values, *places, *heads, window, scaling,   \
+                           outputs, num_rows, num_threads);                                                           \
+    }
+
+extern "C" {
+
+// Whether products can go by tiles, from now on.
+int64_t has_tiles() { return may_use_tiles(); }
+
+FOR_TYPE(float, float32)
+FOR_TYPE(Bfloat16, bfloat16)
+}

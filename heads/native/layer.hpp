@@ -1,0 +1,117 @@
+// Both halves of a decoder layer of the Llama family: all before attention, and all behind it.
+
+#pragma once
+
+#include "attention.hpp"
+
+extern "C" {
+
+struct Layer {
+    Linear qkv, output, gate_up, down;
+    const void *input_norm, *middle_norm, *query_norm, *key_norm;  // the last two, or null
+    float input_eps, middle_eps, query_eps, key_eps;
+    Heads heads;
+};
+
+}  // extern "C"
+
+namespace {
+
+// Queries, keys and values of rows: normed, multiplied, the first two turned.
+template <typename A>
+void before_attention(const Layer& layer, const A* states, const A* cosines, const A* sines, A* heads,
+                      int64_t num_rows, int64_t num_threads) {
+    const int64_t num_heads = layer.heads.num_heads, num_turned = num_heads + layer.heads.num_kv_heads;
+    const int64_t num_all = num_turned + layer.heads.num_kv_heads;
+    const int64_t size = layer.heads.head_dim, half = size / 2, num_outputs = layer.qkv.num_outputs;
+    thread_local std::vector<float> memory;
+    float* sums = room_in(memory, num_rows * num_outputs);
+    Lanes* room = room_for<A>({&layer.qkv}, num_rows);
+#pragma omp parallel num_threads(num_threads)
+    {
+        const Normed<A, A> rows(states, layer.input_norm, num_rows, layer.qkv.num_inputs, layer.input_eps);
+        multiply<A>(layer.qkv, rows, num_rows, {share_of_outputs(num_outputs)}, room, sums);
+#pragma omp barrier
+        const Share own = share(num_rows * num_all);
+        for (int64_t place = own.first; place < own.last; ++place) {
+            const int64_t row = place / num_all, head = place % num_all;
+            float* values = sums + row * num_outputs + head * size;
+            A* target = heads + row * num_outputs + head * size;
+            const bool is_query = head < num_heads;
+            const A* weight = static_cast<const A*>(is_query ? layer.query_norm : layer.key_norm);
+            if (head < num_turned && weight) {
+                const float inverse = inverse_norm(values, size, is_query ? layer.query_eps : layer.key_eps);
+                for (int64_t first = 0; first < size; first += LANES) {
+                    const __mmask16 which = first_lanes(size - first);
+                    const Lanes lanes = load_some(values + first, which);
+                    store_some(values + first, which, normed<A>(lanes, inverse, load_some(weight + first, which)));
+                }
+            }
+            if (head >= num_turned) {
+                for (int64_t first = 0; first < size; first += LANES) {
+                    const __mmask16 which = first_lanes(size - first);
+                    store_some(target + first, which, load_some(values + first, which));
+                }
+                continue;
+            }
+            const A *cosine = cosines + row * size, *sine = sines + row * size;
+            // A half with the other: lanes that would reach beyond it are those of the next.
+            for (int64_t start : {int64_t(0), half})
+                for (int64_t first = 0; first < half; first += LANES) {
+                    const __mmask16 which = first_lanes(half - first);
+                    const Lanes own_half = load_some(values + start + first, which);
+                    const Lanes other = load_some(values + (half - start) + first, which);
+                    const Lanes kept = rounded<A>(own_half * load_some(cosine + start + first, which));
+                    const Lanes turned = rounded<A>(other * load_some(sine + start + first, which));
+                    store_some(target + start + first, which, kept + turned);
+                }
+        }
+    }
+}
+
+// What a layer does after attention: its output product, and the MLP, each added to what came in.
+template <typename A>
+void after_attention(const Layer& layer, const A* states, const A* attended, A* outputs, int64_t num_rows,
+                     int64_t num_threads) {
+    const int64_t size = layer.output.num_outputs, between = layer.down.num_inputs;
+    thread_local std::vector<float> memory;
+    float* sums = room_in(memory, num_rows * (2 * size + 3 * between));  // [T, D]
+    float* middle = sums + num_rows * size;                              // [T, D]
+    float* gates = middle + num_rows * size;                             // [T, 2F]
+    float* active = gates + num_rows * 2 * between;                      // [T, F]
+    Lanes* room = room_for<A>({&layer.output, &layer.gate_up, &layer.down}, num_rows);
+#pragma omp parallel num_threads(num_threads)
+    {
+        const Share own = share_of_outputs(size);
+        const auto of_own = [&](auto use) {
+            for (int64_t row = 0; row < num_rows; ++row)
+                for (int64_t first = own.first; first < own.last; first += LANES)
+                    use(row * size + first, first_lanes(own.last - first));
+        };
+        multiply<A>(layer.output, Plain<A>{attended, layer.output.num_inputs}, num_rows, {own}, room, sums);
+        of_own([&](int64_t place, __mmask16 which) {
+            const Lanes sum = load_some(states + place, which) + load_some(sums + place, which);
+            store_some(middle + place, which, rounded<A>(sum));
+        });
+#pragma omp barrier
+        // A gate and its factor by the same thread.
+        const Share inner = share_of_outputs(between), factors{between + inner.first, between + inner.last};
+        const Normed<A, float> rows(middle, layer.middle_norm, num_rows, size, layer.middle_eps);
+        multiply<A>(layer.gate_up, rows, num_rows, {inner, factors}, room, gates);
+        for (int64_t row = 0; row < num_rows; ++row)
+            for (int64_t first = inner.first; first < inner.last; first += LANES) {
+                const __mmask16 which = first_lanes(inner.last - first);
+                const float* gate = gates + row * 2 * between + first;
+                const Lanes lanes = load_some(gate, which);
+                const Lanes opened = rounded<A>(lanes / (1.0f + exp_of(-lanes)));
+                store_some(active + row * between + first, which, rounded<A>(opened * load_some(gate + between, which)));
+            }
+#pragma omp barrier
+        multiply<A>(layer.down, Plain<float>{active, between}, num_rows, {own}, room, sums);
+        of_own([&](int64_t place, __mmask16 which) {
+            store_some(outputs + place, which, load_some(middle + place, which) + load_some(sums + place, which));
+        });
+    }
+}
+
+}  // namespace
