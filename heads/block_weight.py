@@ -150,7 +150,7 @@ def _half(values: Tensor) -> Tensor:
 
 
 def _fitting(blocks: Tensor, ways: Iterable[tuple[Tensor, Tensor]], first: int, last: int) -> _Steps | None:
-    """Each block in the first of some steps from some lowest values that hold it to the bit; None where one has none."""
+    """Each block in the first of some steps, from lowest values, that hold it to the bit; None where one has none."""
     found = _Steps(blocks, *(torch.zeros_like(blocks[..., :1]) for _ in range(2)))
     is_held = torch.zeros_like(blocks[..., :1], dtype=torch.bool)
     for step, lowest in ways:

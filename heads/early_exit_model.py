@@ -16,7 +16,7 @@ from .backbone import Backbone
 from .config import ExitHeadConfig, HeadKind, check_exit_layers, head_kinds
 from .draft_verifier import DraftVerifier
 from .exit_head import ExitHead
-from .product import Product, tensor_state
+from .product import Product, TensorState, tensor_state
 from .product_form import FormTables
 from .stand_in import base_of, stand_ins
 from .trial import try_walk
@@ -190,7 +190,7 @@ class EarlyExitModel(nn.Module):
         """The logits of head `index`."""
         return self.backbone.logits(state, self._rows[index])
 
-    def _tensor_state(self) -> list[tuple[int, int]]:
+    def _tensor_state(self) -> list[TensorState]:
         return [tensor_state(parameter) for parameter in self._watched]
 
     def _apply(self, fn, recurse: bool = True):  # type: ignore[no-untyped-def]

@@ -70,16 +70,15 @@ def half_weight(
     largest = max(map(abs, map(float, weight.aminmax()))) if weight.numel() else 0.0
     if not math.isfinite(largest):
         return None
-    if (kernels := find_kernels()) is not None:
-        short = weight.detach().bfloat16()
-        # Tiles take nothing else of 16 bits.
-        if bool((short == weight).all()) or (rounds and kernels.uses_tiles and bool(short.isfinite().all())):
-            return HalfWeight(short, 1.0)
     # A power of two: scaling by it rounds nothing.
     scale = 2.0 ** min(TOP_EXPONENT - math.frexp(largest)[1], MAX_SHIFT)
-    if not rounds and not _is_held(weight, scale):
-        return None
-    return HalfWeight((weight.detach() * scale).half(), scale)
+    scaled = weight.detach() * scale
+    if (kernels := find_kernels()) is not None:
+        short = scaled.bfloat16()
+        # Tiles take nothing else of 16 bits.
+        if (rounds and kernels.uses_tiles) or bool((short == scaled).all()):
+            return HalfWeight(short, scale)
+    return HalfWeight(scaled.half(), scale) if rounds or _is_held(weight, scale) else None
 
 
 def _is_held(weight: Tensor, scale: float) -> bool:

@@ -1,7 +1,7 @@
 """Products, decoder layers and attention over few rows by kernels of our own, compiled for this machine.
 
-What they compute, and to which bits, is said in `native/kernels.cpp`. T rows; D hidden size; H query heads, Hkv key heads,
-Dh head size; B sequences.
+What they compute, and to which bits, is said in `native/kernels.cpp`. T rows; D hidden size; H query heads, Hkv key
+heads, Dh head size; B sequences.
 """
 
 import ctypes
@@ -175,7 +175,8 @@ class Kernels:
     def _linear(
         self, weight: Tensor, bias: Tensor | None, shape: tuple[int, int], what: torch.dtype | int, scale: float
     ) -> Linear:
-        assert weight.is_contiguous() and (bias is None or bias.is_contiguous())
+        assert weight.is_contiguous()
+        assert bias is None or bias.is_contiguous()
         kinds = _KINDS | _TILE_KINDS if self.uses_tiles else _KINDS
         linear = Linear(weight.data_ptr(), pointer(bias), *shape, kinds[what], scale)
         linear.tensors = (weight, bias)
@@ -372,8 +373,8 @@ def _are_right(kernels: Kernels) -> bool:
         if not torch.equal(kernels.product(linear, states[18:]), found[18:]):
             return False
         query, keys, values = make(1, 2, 24), make(20, 1, 24), make(20, 1, 24)
-        numbers = torch.tensor([[0], [19]], device="cpu")
-        places = Places.of(*numbers, torch.arange(5, device="cpu").unsqueeze(0), 4)
+        sequences, positions, tables = (torch.tensor(n, device="cpu") for n in ([0], [19], [[0, 1, 2, 3, 4]]))
+        places = Places.of(sequences, positions, tables, 4)
         expected = (query[0].double() @ keys[:, 0].double().t() * 0.2).softmax(-1) @ values[:, 0].double()
         new = keys[19:].clone(), values[19:].clone()
         found = kernels.paged_attention(query, *new, keys, values, places, scaling=0.2, window=None)

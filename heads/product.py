@@ -15,6 +15,7 @@ from .product_form import Form, FormTable, FormTables, Packing, ProductKind, gue
 Compact = BlockWeight | HalfWeight
 """A copy of a float32 weight that takes less to read."""
 COMPACT: dict[Packing, type[Compact]] = {"block": BlockWeight, "half": HalfWeight}
+TensorState = tuple[int, int, torch.dtype]
 PACKED_FOR = 8
 """Rows that a packed copy is laid out for."""
 
@@ -37,10 +38,10 @@ class Product:
         self.weight = weight
         self.bias = bias
         self._packed: Tensor | Compact | None = None
-        self._packed_from: tuple[int, int] | None = None
+        self._packed_from: TensorState | None = None
         self._rounds = False
         self._linear: Linear | None = None
-        self._linear_from: tuple[tuple[int, int], ...] = ()
+        self._linear_from: tuple[TensorState, ...] = ()
         self._measured: FormTables = {}
         self._table = self._choose_table()
 
@@ -54,7 +55,7 @@ class Product:
     def use_forms(self, measured: FormTables) -> None:
         """From now on take these forms, where they are of this kind of product."""
         self._measured = measured
-        self._table = self._choose_table()
+        self._follow_dtype()
 
     def by_form(self, hidden: Tensor, form: Form) -> Tensor:  # [..., T, D_in] -> [..., T, D_out]
         """The product in one form, which its kind must have."""
@@ -102,10 +103,9 @@ class Product:
         return kernels.linear(self.weight.detach().contiguous(), bias)
 
     def _follow_dtype(self) -> None:
-        if self.is_packed:
+        if self.is_packed and self._dtype != self.weight.dtype:
             self.pack(rounds=self._rounds)
-        else:
-            self._table = self._choose_table()
+        self._table = self._choose_table()
 
     @property
     def max_native_rows(self) -> int:
@@ -151,8 +151,8 @@ class Product:
         A float32 weight is packed as it was quantised where it was, see `block_weight`, or in 16 bits where these hold
         it, see `half_weight`. With `rounds` also where they do not: for what drafts, which may be anything.
         """
-        if self._packed_from == tensor_state(self.weight) and self._rounds == rounds:
-            return
+        if find_kernels() and self._packed_from == tensor_state(self.weight) and self._rounds == rounds:
+            return  # whoever reads it now goes on
         self._rounds = rounds
         self._linear = None
         self._packed = block_weight(self.weight) or half_weight(self.weight, rounds=rounds)
@@ -177,6 +177,6 @@ def can_pack(dtype: torch.dtype) -> bool:
     return dtype == torch.float32
 
 
-def tensor_state(tensor: Tensor) -> tuple[int, int]:
-    """What changes when a tensor is written to or moved."""
-    return tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
+def tensor_state(tensor: Tensor) -> TensorState:
+    """What changes when a tensor is written to, moved or brought to another type."""
+    return tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version, tensor.dtype

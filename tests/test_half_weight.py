@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from hispec.heads import find_kernels
 from hispec.heads.fused_linear import FusedPart
 from hispec.heads.half_weight import HalfWeight, can_halve, half_weight
 from hispec.heads.product import Product
@@ -63,8 +64,10 @@ def test_a_weight_of_more_bits_is_rounded_only_where_asked():
     one[5, 7] = 0.1  # a single value
     assert half_weight(one, rounds=False) is None
     rounded = half_weight(weight, rounds=True)
-    torch.testing.assert_close(rounded(hidden), F.linear(hidden, weight), rtol=0, atol=1e-3)
-    torch.testing.assert_close(rounded(hidden), F.linear(hidden, weight.half().float()), rtol=0, atol=2e-6)
+    kernels = find_kernels()
+    dtype = torch.bfloat16 if kernels and kernels.uses_tiles else torch.float16
+    torch.testing.assert_close(rounded(hidden), F.linear(hidden, weight), rtol=0, atol=torch.finfo(dtype).eps)
+    torch.testing.assert_close(rounded(hidden), F.linear(hidden, weight.to(dtype).float()), rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("magnitude", [1e-36, 1e-30, 1e-6, 1.0, 1e5, 1e30])
@@ -77,7 +80,7 @@ def test_any_magnitude_is_held(magnitude):
 
 @torch.no_grad()
 def test_values_that_any_sum_loses_may_be_lost_but_no_row_of_them():
-    weight = torch.full((4, 8), 0.5)
+    weight = torch.full((4, 8), 0.5 + 2.0**-10)  # more than bfloat16 holds
     weight[0, 0] = 2.0**-60
     assert half_weight(weight, rounds=False) is not None
     weight[1] = 2.0**-60
@@ -197,7 +200,7 @@ def test_the_rows_that_draft_are_rounded_and_nothing_else_is():
     assert all(rows.packing == "half" for rows in model._rows)
     state = make(1, 5, model.backbone.hidden_size)
     expected = model.backbone.logits(state)[..., heads[0].draft_vocab_ids]
-    torch.testing.assert_close(model.exit_logits(0, state), expected, rtol=0, atol=1e-2)
+    torch.testing.assert_close(model.exit_logits(0, state), expected, rtol=0, atol=3e-2)
 
 
 def _fused_parts(modules):

@@ -73,8 +73,11 @@ def test_where_nothing_is_clearly_faster_the_guess_stands_for_every_number_of_ro
     monkeypatch.setattr(trial, "MIN_BYTES", 0)
     monkeypatch.setattr(trial, "_seconds", lambda products, what: 1.0)
     product = make_product(dtype, packs=packs)
-    (table,) = measure_forms([product]).values()
     guess = guessed_forms(product.kind)
+    if len(possible_forms(product.kind, 1)) == 1:
+        assert measure_forms([product]) == {}  # there is nothing to choose
+        return
+    (table,) = measure_forms([product]).values()
     assert [table.form(rows) for rows in range(1, 100)] == [guess.form(rows) for rows in range(1, 100)]
 
 
