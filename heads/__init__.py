@@ -8,7 +8,7 @@ from .config import ExitHeadConfig, HeadKind, check_exit_layers, head_kinds
 from .draft_verifier import CONFIDENCE_FEATURES, DraftVerifier, draft_features, num_features
 from .early_exit_model import EarlyExitModel
 from .exit_head import ExitHead, context_positions
-from .kernels import KERNEL_DTYPES, MAX_ATTENDED_ROWS, Places, find_kernels
+from .kernels import KERNEL_DTYPES, MAX_ATTENDED_ROWS, Pages, Places, Pools, find_kernels
 from .product_form import FormTable, FormTables, ProductKind, possible_forms
 from .product_trial import is_timed, measure_forms
 from .stand_in import base_of, held_module, is_quantized
@@ -28,7 +28,9 @@ __all__ = [
     "FormTable",
     "FormTables",
     "HeadKind",
+    "Pages",
     "Places",
+    "Pools",
     "ProductKind",
     "base_of",
     "cache_folder",

@@ -5,7 +5,7 @@ T tokens lie side by side in one packed batch; D hidden size; V vocabulary; H qu
 
 import copy
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from .architectures import find_parts, max_context
 from .fused_linear import fuse_linears, fused_products
-from .lean_layer import TRIAL_LENGTHS, LeanLayer, Rotary, agrees, is_of_family
+from .lean_layer import TRIAL_LENGTHS, LeanLayer, Rotary, agrees, is_of_family, run_by_kernels
 from .product import Product
 from .row_invariance import TiledProduct, row_invariant, tiled_products
 from .stand_in import is_plain_linear, is_stand_in, plain_copy, read_weight
@@ -27,7 +27,10 @@ AnyLayer = LeanLayer | nn.Module
 
 
 class Attend(Protocol):
-    """Attention over whatever the caller keeps: a paged cache in inference, the packed batch itself in training."""
+    """Attention over whatever the caller keeps: a paged cache in inference, the packed batch itself in training.
+
+    One that has `pages` lets our own kernels do the same with them, see `Kernels.paged_attention`.
+    """
 
     def __call__(
         self,
@@ -164,6 +167,12 @@ class Backbone:
     ) -> Tensor:  # [1, T, D]
         """Decoder layers `[start, stop)`."""
         rotaries: dict[str | None, Any] = {}
+        if self._are_lean and stop > start:
+            rotary = self._rotary(hidden, positions, self._runs[start])
+            found = run_by_kernels(cast(list[LeanLayer], self._runs[start:stop]), start, hidden, rotary, attend)
+            if found is not None:
+                return found
+            rotaries[self._rotary_type(self._runs[start])] = rotary
         for index in range(start, stop):
             layer = self._runs[index]
             layer_type = self._rotary_type(layer)

@@ -17,6 +17,7 @@ import warnings
 from ctypes import c_float, c_int64, c_void_p
 from functools import cache, partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -77,6 +78,8 @@ class Layer(ctypes.Structure):
         ("query_eps", c_float),
         ("key_eps", c_float),
         ("heads", Heads),
+        ("window", c_int64),
+        ("scaling", c_float),
     )
 
     @classmethod
@@ -86,9 +89,12 @@ class Layer(ctypes.Structure):
         norms: list[Tensor | None],  # four, each [D] or [Dh]
         eps: list[float],
         heads: Heads,
+        *,
+        window: int | None = None,
+        scaling: float,
     ) -> "Layer":
         """From its parts, which are kept."""
-        layer = cls(*linears, *map(pointer, norms), *eps, heads)
+        layer = cls(*linears, *map(pointer, norms), *eps, heads, window or 0, scaling)
         layer.parts = (linears, norms)
         return layer
 
@@ -122,6 +128,34 @@ class Places(ctypes.Structure):
         return places
 
 
+class Pools:
+    """Where the keys and values of all layers are kept: `[N * S, Hkv, Dh]` each, all of a type."""
+
+    def __init__(self, keys: list[Tensor], values: list[Tensor]) -> None:
+        self.tensors = (keys, values)
+        self.dtype = keys[0].dtype
+        self.keys = (c_void_p * len(keys))(*map(pointer, keys))
+        self.values = (c_void_p * len(values))(*map(pointer, values))
+
+
+class Pages(NamedTuple):
+    """What a pass reads and writes of `Pools`."""
+
+    pools: Pools
+    places: Places
+    new_blocks: Tensor | None  # [n] int64, to be filled with zeros
+
+
+class _Pages(ctypes.Structure):
+    _fields_ = (
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        ("new_blocks", c_void_p),
+        ("num_new_blocks", c_int64),
+        ("places", Places),
+    )
+
+
 class Kernels:
     """The compiled kernels, of states in `KERNEL_DTYPES` on a CPU, without gradients."""
 
@@ -133,6 +167,7 @@ class Kernels:
             "product": [c_void_p] * 3 + [c_int64] * 2,
             "before_attention": [c_void_p] * 5 + [c_int64] * 2,
             "after_attention": [c_void_p] * 4 + [c_int64] * 2,
+            "run_layers": [c_void_p, c_int64] + [c_void_p] * 4 + [c_int64] * 2,
             "paged_attention": [c_void_p] * 8 + [c_int64, c_float, c_void_p] + [c_int64] * 2,
         }
         self._functions = {}
@@ -233,6 +268,38 @@ class Kernels:
             torch.get_num_threads(),
         )
         return outputs
+
+    def run_layers(
+        self,
+        layers: list[Layer],
+        first: int,  # whose keys and values are those of the first layer; the next ones follow
+        states: Tensor,  # [1, T, D]
+        cosines: Tensor,  # [T, 1, Dh]
+        sines: Tensor,  # [T, 1, Dh], its first half negated
+        pages: Pages,
+    ) -> Tensor:  # [1, T, D]
+        """Whole layers one after the other, each with the attention of `paged_attention`."""
+        states, cosines, sines = states.clone(), cosines.contiguous(), sines.contiguous()
+        pools, places, new_blocks = pages
+        offset = first * ctypes.sizeof(c_void_p)
+        where = _Pages(
+            ctypes.addressof(pools.keys) + offset,
+            ctypes.addressof(pools.values) + offset,
+            pointer(new_blocks),
+            0 if new_blocks is None else len(new_blocks),
+            places,
+        )
+        self._functions["run_layers", states.dtype](
+            (c_void_p * len(layers))(*map(ctypes.addressof, layers)),
+            len(layers),
+            ctypes.byref(where),
+            cosines.data_ptr(),
+            sines.data_ptr(),
+            states.data_ptr(),
+            states.shape[1],
+            torch.get_num_threads(),
+        )
+        return states
 
     def paged_attention(
         self,

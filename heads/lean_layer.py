@@ -90,6 +90,8 @@ class LeanLayer:
         kv_layer: int,
     ) -> Tensor:  # [1, T, D]
         """As the library's layer."""
+        if (found := run_by_kernels([self], kv_layer, hidden, rotary, attend)) is not None:
+            return found
         num_heads, num_kv_heads = self._num_heads, self._num_kv_heads
         options: dict[str, Any] = {"scaling": self._scaling, "window": self.window, "softcap": None}
         kernels = find_kernels()
@@ -97,7 +99,7 @@ class LeanLayer:
             kernels is not None
             and hidden.shape[1] <= MAX_TILED_ROWS
             and kernels.takes(hidden)
-            and (layer := self._describe(hidden, rotary)) is not None
+            and (layer := self.describe(hidden, rotary)) is not None
         ):
             heads = kernels.before_attention(layer, hidden, *rotary)
             query, key, value = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
@@ -116,7 +118,7 @@ class LeanLayer:
         gate, up = self._gate_up(_rms_norm(self._norms[1], hidden)).chunk(2, dim=-1)
         return hidden + self._down(self._activation(gate).mul_(up))
 
-    def _describe(self, hidden: Tensor, rotary: Rotary) -> Layer | None:
+    def describe(self, hidden: Tensor, rotary: Rotary) -> Layer | None:
         """The layer as kernels take it; None where they do not: too many rows, another activation, other types than the
         states', heads that are turned in part."""
         products = self._qkv.product, self._output.product, self._gate_up.product, self._down.product
@@ -131,11 +133,30 @@ class LeanLayer:
             if self._is_silu and are_alike and rotary.cos.shape[-1] == self._head_dim:
                 eps = [0.0 if norm is None else norm.variance_epsilon for norm in self._norms]
                 heads = Heads(self._num_heads, self._num_kv_heads, self._head_dim)
-                layer = Layer.of(linears, norms, eps, heads)
+                layer = Layer.of(linears, norms, eps, heads, window=self.window, scaling=self._scaling)
             max_rows = min(product.max_native_rows for product in products)
             self._described = _Description(made_of, layer, max_rows, linears)
         described = self._described
         return described.layer if hidden.shape[1] <= described.max_rows else None
+
+
+def run_by_kernels(
+    layers: list[LeanLayer],
+    first_kv_layer: int,  # of the first layer; the next ones follow
+    hidden: Tensor,  # [1, T, D]
+    rotary: Rotary,
+    attend: "Attend",
+) -> Tensor | None:  # [1, T, D]
+    """Layers one after the other in a single call; None where kernels do not take them with all their attention."""
+    kernels, pages = find_kernels(), getattr(attend, "pages", None)
+    if kernels is None or pages is None or pages.pools.dtype != hidden.dtype or not kernels.takes(hidden):
+        return None
+    described = []
+    for layer in layers:
+        if (one := layer.describe(hidden, rotary)) is None:
+            return None
+        described.append(one)
+    return kernels.run_layers(described, first_kv_layer, hidden, rotary.cos, rotary.sin, pages)
 
 
 def _rms_norm(norm: Any, hidden: Tensor) -> Tensor:

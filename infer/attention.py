@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..heads import KERNEL_DTYPES, MAX_ATTENDED_ROWS, Places, capped_attention, find_kernels
+from ..heads import KERNEL_DTYPES, MAX_ATTENDED_ROWS, Pages, Places, capped_attention, find_kernels
 from .exact_attention import exact_attention
 from .kv_cache import KVCache
 from .token_tree import TokenTree, tree_mask
@@ -131,6 +131,13 @@ class PagedAttention:
         for index, group in enumerate(self._groups):
             output[group.rows] = self._attend(index, kv_layer, query[group.rows], scaling, window, softcap)
         return output
+
+    @cached_property
+    def pages(self) -> Pages | None:
+        """See `Attend`; None where they do not serve."""
+        if self._kernels is None or self._kv_cache.pools.dtype not in KERNEL_DTYPES:
+            return None
+        return Pages(self._kv_cache.pools, self._places, self._new_blocks)
 
     def write(self, kv_layer: int, key: Tensor, value: Tensor) -> None:  # [T, Hkv, Dh] each
         """Keep the new tokens' keys and values."""

@@ -6,6 +6,8 @@ N blocks of S tokens; Hkv key heads of size Dh.
 import torch
 from torch import Tensor
 
+from ..heads import Pools
+
 
 class KVCache:
     """One pool of keys and one of values for each layer, `[N * S, Hkv, Dh]`; a token's place in it is its slot.
@@ -27,6 +29,7 @@ class KVCache:
         self.block_size = block_size
         self.keys = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
         self.values = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        self.pools = Pools(self.keys, self.values)
         # Views `[1, Hkv, N * S, Dh]`, of which one more operation makes what attention reads.
         self._heads_first = [
             (keys.unsqueeze(0).transpose(1, 2), values.unsqueeze(0).transpose(1, 2))

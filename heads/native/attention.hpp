@@ -92,39 +92,37 @@ void attend(const A* query, const A* keys, const A* values, const int64_t* offse
     }
 }
 
+// Keeps the new keys and values of rows; then each row's attention over its sequence as far as its position. All threads
+// take part.
 template <typename A>
-void paged_attention(const A* queries, const A* new_keys, const A* new_values, const Strides& strides, A* keys,
-                     A* values, const Places& places, const Heads& heads, int64_t window, float scaling, A* outputs,
-                     int64_t num_rows, int64_t num_threads) {
+void attend_rows(const A* queries, const A* new_keys, const A* new_values, const Strides& strides, A* keys, A* values,
+                 const Places& places, const Heads& heads, int64_t window, float scaling, A* outputs, int64_t num_rows) {
     const int64_t num_heads = heads.num_heads, head_dim = heads.head_dim;
     const int64_t stride = heads.num_kv_heads * head_dim, groups = num_heads / heads.num_kv_heads;
-#pragma omp parallel num_threads(num_threads)
-    {
-        Share rows = share(num_rows);
-        for (int64_t row = rows.first; row < rows.last; ++row) {
-            const int64_t slot = places.slot(row, places.positions[row]);
-            std::memcpy(keys + slot * stride, new_keys + row * strides.keys, stride * sizeof(A));
-            std::memcpy(values + slot * stride, new_values + row * strides.values, stride * sizeof(A));
-        }
+    const Share rows = share(num_rows);
+    for (int64_t row = rows.first; row < rows.last; ++row) {
+        const int64_t slot = places.slot(row, places.positions[row]);
+        std::memcpy(keys + slot * stride, new_keys + row * strides.keys, stride * sizeof(A));
+        std::memcpy(values + slot * stride, new_values + row * strides.values, stride * sizeof(A));
+    }
 #pragma omp barrier
-        thread_local std::vector<int64_t> memory;
-        int64_t* offsets = nullptr;  // of the keys that a row sees
-        int64_t num_keys = 0;
-        Share own = share(num_rows * num_heads);
-        for (int64_t place = own.first; place < own.last; ++place) {
-            const int64_t row = place / num_heads, head = place % num_heads, offset = head / groups * head_dim;
-            if (place == own.first || head == 0) {
-                const int64_t last = places.positions[row] + 1;
-                const int64_t first = window > 0 ? std::max<int64_t>(0, last - window) : 0;
-                num_keys = last - first;
-                offsets = room_in(memory, num_keys);
-                for (int64_t key = first; key < last; ++key) offsets[key - first] = places.slot(row, key) * stride;
-            }
-            const int64_t parts = head_dim % LANES ? 0 : head_dim / LANES;
-            const auto by_size = parts == 4 ? attend<A, 4> : parts == 8 ? attend<A, 8> : attend<A, 0>;
-            by_size(queries + row * strides.queries + head * head_dim, keys + offset, values + offset, offsets,
-                    num_keys, head_dim, scaling, outputs + place * head_dim);
+    thread_local std::vector<int64_t> memory;
+    int64_t* offsets = nullptr;  // of the keys that a row sees
+    int64_t num_keys = 0;
+    const Share own = share(num_rows * num_heads);
+    for (int64_t place = own.first; place < own.last; ++place) {
+        const int64_t row = place / num_heads, head = place % num_heads, offset = head / groups * head_dim;
+        if (place == own.first || head == 0) {
+            const int64_t last = places.positions[row] + 1;
+            const int64_t first = window > 0 ? std::max<int64_t>(0, last - window) : 0;
+            num_keys = last - first;
+            offsets = room_in(memory, num_keys);
+            for (int64_t key = first; key < last; ++key) offsets[key - first] = places.slot(row, key) * stride;
         }
+        const int64_t parts = head_dim % LANES ? 0 : head_dim / LANES;
+        const auto by_size = parts == 4 ? attend<A, 4> : parts == 8 ? attend<A, 8> : attend<A, 0>;
+        by_size(queries + row * strides.queries + head * head_dim, keys + offset, values + offset, offsets, num_keys,
+                head_dim, scaling, outputs + place * head_dim);
     }
 }
 

@@ -8,23 +8,65 @@
 
 #include "layer.hpp"
 
+namespace {
+
+template <typename A>
+void before_attention(const Layer* layer, const A* states, const A* cosines, const A* sines, A* heads, int64_t num_rows,
+                      int64_t num_threads) {
+    const LayerPass<A> pass(&layer, 1, num_rows);
+#pragma omp parallel num_threads(num_threads)
+    pass.before_attention(*layer, states, cosines, sines, heads);
+}
+
+template <typename A>
+void after_attention(const Layer* layer, const A* states, const A* attended, A* outputs, int64_t num_rows,
+                     int64_t num_threads) {
+    const LayerPass<A> pass(&layer, 1, num_rows);
+#pragma omp parallel num_threads(num_threads)
+    pass.after_attention(*layer, states, attended, outputs);
+}
+
+template <typename A>
+void paged_attention(const A* queries, const A* new_keys, const A* new_values, const Strides& strides, A* keys,
+                     A* values, const Places& places, const Heads& heads, int64_t window, float scaling, A* outputs,
+                     int64_t num_rows, int64_t num_threads) {
+#pragma omp parallel num_threads(num_threads)
+    attend_rows<A>(queries, new_keys, new_values, strides, keys, values, places, heads, window, scaling, outputs,
+                   num_rows);
+}
+
+template <typename A>
+void run_layers(const Layer* const* layers, int64_t num_layers, const Pages& pages, const A* cosines, const A* sines,
+                A* states, int64_t num_rows, int64_t num_threads) {
+    const LayerPass<A> pass(layers, num_layers, num_rows);
+#pragma omp parallel num_threads(num_threads)
+    for (int64_t index = 0; index < num_layers; ++index)
+        pass.run(*layers[index], pages, index, cosines, sines, states);
+}
+
+}  // namespace
+
 #define FOR_TYPE(A, SUFFIX)                                                                                           \
     void product_##SUFFIX(const Linear* linear, const A* states, A* outputs, int64_t num_rows, int64_t num_threads) { \
         product<A>(*linear, states, outputs, num_rows, num_threads);                                                  \
     }                                                                                                                 \
     void before_attention_##SUFFIX(const Layer* layer, const A* states, const A* cosines, const A* sines, A* heads,   \
                                    int64_t num_rows, int64_t num_threads) {                                           \
-        before_attention<A>(*layer, states, cosines, sines, heads, num_rows, num_threads);                            \
+        before_attention<A>(layer, states, cosines, sines, heads, num_rows, num_threads);                             \
     }                                                                                                                 \
     void after_attention_##SUFFIX(const Layer* layer, const A* states, const A* attended, A* outputs,                 \
                                   int64_t num_rows, int64_t num_threads) {                                            \
-        after_attention<A>(*layer, states, attended, outputs, num_rows, num_threads);                                 \
+        after_attention<A>(layer, states, attended, outputs, num_rows, num_threads);                                  \
     }                                                                                                                 \
     void paged_attention_##SUFFIX(const A* queries, const A* new_keys, const A* new_values, const Strides* strides,   \
                                   A* keys, A* values, const Places* places, const Heads* heads, int64_t window,       \
                                   float scaling, A* outputs, int64_t num_rows, int64_t num_threads) {                 \
         paged_attention<A>(queries, new_keys, new_values, *strides, keys, values, *places, *heads, window, scaling,   \
                            outputs, num_rows, num_threads);                                                           \
+    }                                                                                                                 \
+    void run_layers_##SUFFIX(const Layer* const* layers, int64_t num_layers, const Pages* pages, const A* cosines,    \
+                             const A* sines, A* states, int64_t num_rows, int64_t num_threads) {                      \
+        run_layers<A>(layers, num_layers, *pages, cosines, sines, states, num_rows, num_threads);                     \
     }
 
 extern "C" {

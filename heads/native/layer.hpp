@@ -11,24 +11,51 @@ struct Layer {
     const void *input_norm, *middle_norm, *query_norm, *key_norm;  // the last two, or null
     float input_eps, middle_eps, query_eps, key_eps;
     Heads heads;
+    int64_t window;  // or 0
+    float scaling;
+};
+
+// Where a run of layers keeps keys and values: the pools of each layer, [N * S, K, Dh], and blocks of them to be cleared.
+struct Pages {
+    void *const *keys, *const *values;
+    const int64_t* new_blocks;
+    int64_t num_new_blocks;
+    Places places;
 };
 
 }  // extern "C"
 
 namespace {
 
-// Queries, keys and values of rows: normed, multiplied, the first two turned.
-template <typename A>
-void before_attention(const Layer& layer, const A* states, const A* cosines, const A* sines, A* heads,
-                      int64_t num_rows, int64_t num_threads) {
-    const int64_t num_heads = layer.heads.num_heads, num_turned = num_heads + layer.heads.num_kv_heads;
-    const int64_t num_all = num_turned + layer.heads.num_kv_heads;
-    const int64_t size = layer.heads.head_dim, half = size / 2, num_outputs = layer.qkv.num_outputs;
-    thread_local std::vector<float> memory;
-    float* sums = room_in(memory, num_rows * num_outputs);
-    Lanes* room = room_for<A>({&layer.qkv}, num_rows);
-#pragma omp parallel num_threads(num_threads)
-    {
+// Layers over some rows. All threads take part in what it does.
+template <typename A> class LayerPass {
+  public:
+    // Room for these layers, of the thread that makes it.
+    LayerPass(const Layer* const* layers, int64_t num_layers, int64_t num_rows) : num_rows(num_rows) {
+        int64_t num_sums = 0, num_lanes = 0, num_heads = 0, num_attended = 0;
+        for (int64_t index = 0; index < num_layers; ++index) {
+            const Layer& layer = *layers[index];
+            const int64_t behind = 2 * layer.output.num_outputs + 3 * layer.down.num_inputs;
+            num_sums = std::max({num_sums, num_rows * behind, num_rows * layer.qkv.num_outputs});
+            for (const Linear* linear : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down})
+                num_lanes = std::max(num_lanes, room_for<A>(*linear, num_rows));
+            num_heads = std::max(num_heads, num_rows * layer.qkv.num_outputs);
+            num_attended = std::max(num_attended, num_rows * layer.output.num_inputs);
+        }
+        thread_local std::vector<float> floats;
+        thread_local std::vector<Lanes> lanes;
+        thread_local std::vector<A> values;
+        sums = room_in(floats, num_sums);
+        room = room_in(lanes, num_lanes);
+        heads = room_in(values, num_heads + num_attended);
+        attended = heads + num_heads;
+    }
+
+    // Queries, keys and values of rows: normed, multiplied, the first two turned.
+    void before_attention(const Layer& layer, const A* states, const A* cosines, const A* sines, A* heads) const {
+        const int64_t num_heads = layer.heads.num_heads, num_turned = num_heads + layer.heads.num_kv_heads;
+        const int64_t num_all = num_turned + layer.heads.num_kv_heads;
+        const int64_t size = layer.heads.head_dim, half = size / 2, num_outputs = layer.qkv.num_outputs;
         const Normed<A, A> rows(states, layer.input_norm, num_rows, layer.qkv.num_inputs, layer.input_eps);
         multiply<A>(layer.qkv, rows, num_rows, {share_of_outputs(num_outputs)}, room, sums);
 #pragma omp barrier
@@ -55,7 +82,6 @@ void before_attention(const Layer& layer, const A* states, const A* cosines, con
                 continue;
             }
             const A *cosine = cosines + row * size, *sine = sines + row * size;
-            // A half with the other: lanes that would reach beyond it are those of the next.
             for (int64_t start : {int64_t(0), half})
                 for (int64_t first = 0; first < half; first += LANES) {
                     const __mmask16 which = first_lanes(half - first);
@@ -67,21 +93,13 @@ void before_attention(const Layer& layer, const A* states, const A* cosines, con
                 }
         }
     }
-}
 
-// What a layer does after attention: its output product, and the MLP, each added to what came in.
-template <typename A>
-void after_attention(const Layer& layer, const A* states, const A* attended, A* outputs, int64_t num_rows,
-                     int64_t num_threads) {
-    const int64_t size = layer.output.num_outputs, between = layer.down.num_inputs;
-    thread_local std::vector<float> memory;
-    float* sums = room_in(memory, num_rows * (2 * size + 3 * between));  // [T, D]
-    float* middle = sums + num_rows * size;                              // [T, D]
-    float* gates = middle + num_rows * size;                             // [T, 2F]
-    float* active = gates + num_rows * 2 * between;                      // [T, F]
-    Lanes* room = room_for<A>({&layer.output, &layer.gate_up, &layer.down}, num_rows);
-#pragma omp parallel num_threads(num_threads)
-    {
+    // The output product, and the MLP, each added to what came in; `outputs` may be the states.
+    void after_attention(const Layer& layer, const A* states, const A* attended, A* outputs) const {
+        const int64_t size = layer.output.num_outputs, between = layer.down.num_inputs;
+        float* middle = sums + num_rows * size;          // [T, D]
+        float* gates = middle + num_rows * size;         // [T, 2F]
+        float* active = gates + num_rows * 2 * between;  // [T, F]
         const Share own = share_of_outputs(size);
         const auto of_own = [&](auto use) {
             for (int64_t row = 0; row < num_rows; ++row)
@@ -111,7 +129,32 @@ void after_attention(const Layer& layer, const A* states, const A* attended, A* 
         of_own([&](int64_t place, __mmask16 which) {
             store_some(outputs + place, which, load_some(middle + place, which) + load_some(sums + place, which));
         });
+#pragma omp barrier
     }
-}
+
+    // A whole layer, in place; `index` is that of its keys and values.
+    void run(const Layer& layer, const Pages& pages, int64_t index, const A* cosines, const A* sines, A* states) const {
+        A *const keys = static_cast<A*>(pages.keys[index]), *const values = static_cast<A*>(pages.values[index]);
+        const int64_t stride = layer.heads.num_kv_heads * layer.heads.head_dim;
+        const int64_t block = pages.places.block_size * stride;
+        const Share fresh = share(pages.num_new_blocks);
+        for (int64_t number = fresh.first; number < fresh.last; ++number)
+            for (A* pool : {keys, values}) std::memset(pool + pages.new_blocks[number] * block, 0, block * sizeof(A));
+        before_attention(layer, states, cosines, sines, heads);
+#pragma omp barrier
+        const int64_t row_size = layer.qkv.num_outputs;
+        const A* new_keys = heads + layer.heads.num_heads * layer.heads.head_dim;
+        attend_rows<A>(heads, new_keys, new_keys + stride, {row_size, row_size, row_size}, keys, values, pages.places,
+                       layer.heads, layer.window, layer.scaling, attended, num_rows);
+#pragma omp barrier
+        after_attention(layer, states, attended, states);
+    }
+
+  private:
+    int64_t num_rows;
+    float* sums;
+    Lanes* room;
+    A *heads, *attended;  // [T, outputs of a QKV product], [T, H, Dh]
+};
 
 }  // namespace

@@ -107,15 +107,9 @@ template <typename A, typename Use> auto by_kind(int64_t kind, Use use) {
     }
 }
 
-// Room for the inputs of any of some products, which threads share.
-template <typename A> Lanes* room_for(std::initializer_list<const Linear*> linears, int64_t num_rows) {
-    thread_local std::vector<Lanes> memory;
-    int64_t most = 0;
-    for (const Linear* linear : linears)
-        most = std::max(most, by_kind<A>(linear->kind, [&](auto type) {
-            return decltype(type)::Product::room(num_rows, linear->num_inputs);
-        }));
-    return room_in(memory, most);
+// Room that the inputs of a product take, which threads share.
+template <typename A> int64_t room_for(const Linear& linear, int64_t num_rows) {
+    return by_kind<A>(linear.kind, [&](auto type) { return decltype(type)::Product::room(num_rows, linear.num_inputs); });
 }
 
 // Some outputs of a product as they are kept; `sums` is scratch and takes them, [T, O]. All threads take part.
@@ -151,8 +145,9 @@ void multiply(const Linear& linear, const Source& source, int64_t num_rows, Shar
 template <typename A>
 void product(const Linear& linear, const A* states, A* outputs, int64_t num_rows, int64_t num_threads) {
     thread_local std::vector<float> memory;
+    thread_local std::vector<Lanes> lanes;
     float* sums = room_in(memory, num_rows * linear.num_outputs);
-    Lanes* room = room_for<A>({&linear}, num_rows);
+    Lanes* room = room_in(lanes, room_for<A>(linear, num_rows));
 #pragma omp parallel num_threads(num_threads)
     {
         const Share own = share_of_outputs(linear.num_outputs);
