@@ -133,7 +133,7 @@ class EarlyExitModel(nn.Module):
             for head in self.exit_heads
         ]
         if self.is_packed:
-            self.pack_weights()
+            self._pack()
         self.use_forms(self.forms)
 
     def follow_tensors(self) -> None:
@@ -150,6 +150,11 @@ class EarlyExitModel(nn.Module):
         The base itself is untouched; see `follow_tensors`. Rows that draft may be rounded: see `Product.pack`. On other
         devices, and in types that the machine has no packed product for, nothing happens.
         """
+        self.follow_tensors()
+        if not self.is_packed:  # not twice: somebody else may be reading the copies
+            self._pack()
+
+    def _pack(self) -> None:
         self.is_packed = True
         for product in self._own_products():
             product.pack()

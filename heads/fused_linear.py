@@ -4,11 +4,12 @@ T rows; D_in input size; D_out output size of all layers together.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from .kernels import pointer
 from .product import Product
 from .stand_in import is_plain_linear, is_stand_in
 
@@ -68,6 +69,10 @@ class FusedLinear:
         """What multiplies, unless this is a `twin`."""
         self._follow()
         return self._product
+
+    def state(self) -> tuple[Hashable, ...]:
+        """What changes when `product.linear()` would be another; cheaply told."""
+        return pointer(self._linears[0]._parameters["weight"]), *self._product.linear_state()
 
     def _follow(self) -> None:
         # Read past the module's own lookup, which takes as long as a small operation.

@@ -80,6 +80,7 @@ class LeanLayer:
             window = getattr(attention.config, "sliding_window", None)
         self.window: int | None = window
         self._is_silu = isinstance(self._activation, (nn.SiLU, SiLUActivation))
+        self._fused = (self._qkv, self._output, self._gate_up, self._down)
         self._described: _Description | None = None
 
     def __call__(
@@ -121,11 +122,11 @@ class LeanLayer:
     def describe(self, hidden: Tensor, rotary: Rotary) -> Layer | None:
         """The layer as kernels take it; None where they do not: too many rows, another activation, other types than the
         states', heads that are turned in part."""
-        products = self._qkv.product, self._output.product, self._gate_up.product, self._down.product
-        linears = products[0].linear(), products[1].linear(), products[2].linear(), products[3].linear()
-        norms = [None if norm is None else norm._parameters["weight"] for norm in self._norms]
-        made_of = *map(id, linears), *map(pointer, norms), hidden.dtype, rotary.cos.dtype, rotary.cos.shape[-1]
-        if self._described is None or self._described.made_of != made_of:
+        described = self._described
+        if described is None or described.made_of != self._state(hidden, rotary):
+            products = tuple(fused.product for fused in self._fused)
+            linears = products[0].linear(), products[1].linear(), products[2].linear(), products[3].linear()
+            norms = [None if norm is None else norm.weight for norm in self._norms]
             weights = [tensor for product in products for tensor in (product.weight, product.bias)]
             tensors = [*weights, *norms, rotary.cos, rotary.sin]
             are_alike = all(tensor is None or tensor.dtype == hidden.dtype for tensor in tensors)
@@ -135,9 +136,14 @@ class LeanLayer:
                 heads = Heads(self._num_heads, self._num_kv_heads, self._head_dim)
                 layer = Layer.of(linears, norms, eps, heads, window=self.window, scaling=self._scaling)
             max_rows = min(product.max_native_rows for product in products)
-            self._described = _Description(made_of, layer, max_rows, linears)
-        described = self._described
+            described = self._described = _Description(self._state(hidden, rotary), layer, max_rows, linears)
         return described.layer if hidden.shape[1] <= described.max_rows else None
+
+    def _state(self, hidden: Tensor, rotary: Rotary) -> tuple[Any, ...]:
+        """What a description is made of, as cheaply as it can be told: it is asked at every layer of every pass."""
+        weights = [None if norm is None else pointer(norm._parameters["weight"]) for norm in self._norms]
+        products = [fused.state() for fused in self._fused]
+        return hidden.dtype, rotary.cos.dtype, rotary.cos.shape[-1], *weights, *products
 
 
 def run_by_kernels(

@@ -3,6 +3,8 @@
 T rows; D_in input size; D_out output size.
 """
 
+from collections.abc import Hashable
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -94,6 +96,10 @@ class Product:
             self._linear_from = state
         return self._linear
 
+    def linear_state(self) -> tuple[Hashable, ...]:
+        """What changes when `linear` would tell another one than last."""
+        return id(self._linear), *tensor_state(self.weight)
+
     def _make_linear(self, *, packed: bool) -> Linear:
         bias = None if self.bias is None else self.bias.detach().contiguous()
         if packed and isinstance(self._packed, Compact):
@@ -151,8 +157,6 @@ class Product:
         A float32 weight is packed as it was quantised where it was, see `block_weight`, or in 16 bits where these hold
         it, see `half_weight`. With `rounds` also where they do not: for what drafts, which may be anything.
         """
-        if find_kernels() and self._packed_from == tensor_state(self.weight) and self._rounds == rounds:
-            return  # whoever reads it now goes on
         self._rounds = rounds
         self._linear = None
         self._packed = block_weight(self.weight) or half_weight(self.weight, rounds=rounds)

@@ -1,5 +1,6 @@
 """Our own kernels compute what the library computes, each row by itself."""
 
+import itertools
 import math
 import os
 import shutil
@@ -279,8 +280,10 @@ def test_a_layer_follows_its_weights(native, kind):
         return backbone.run_layers(hidden, 0, 2, positions, DenseAttention([3]))
 
     before = run(model.backbone)
-    for change in (0.5, 1.01):  # still held in the same way, and no more
-        base.model.layers[0].mlp.down_proj.weight.mul_(change)
+    layer = base.model.layers[0]
+    # Still held in the same way, and no more.
+    for weight, change in itertools.product((layer.mlp.down_proj.weight, layer.self_attn.k_proj.weight), (0.5, 1.01)):
+        weight.mul_(change)
         model.follow_tensors()
         after = run(model.backbone)
         assert not torch.equal(before, after)
@@ -415,12 +418,13 @@ def test_what_does_not_fit_is_the_librarys_error():
         Product(make(8, 32).bfloat16())(make(2, 32))
 
 
-def test_packing_what_is_packed_keeps_the_copy():
-    product = Product(released(32, 64))
-    product.pack()
-    kept = product._packed
-    product.pack()
-    assert product._packed is kept
+def test_packing_what_is_packed_keeps_the_copies():
+    """Another engine may be reading them."""
+    model = build_heads(base_of_weights(released, torch.float32), "random", (1, 2))
+    model.pack_weights()
+    kept = [product._packed for product in model.products()]
+    model.pack_weights()
+    assert all(product._packed is copy for product, copy in zip(model.products(), kept, strict=True))
 
 
 @torch.inference_mode()
