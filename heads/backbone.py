@@ -4,7 +4,7 @@ T tokens lie side by side in one packed batch; D hidden size; V vocabulary; H qu
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, cast
 
 import torch
@@ -166,20 +166,38 @@ class Backbone:
         attend: Attend,
     ) -> Tensor:  # [1, T, D]
         """Decoder layers `[start, stop)`."""
+        return self.run_through(hidden, start, [stop], positions, attend)[0]
+
+    def run_through(
+        self,
+        hidden: Tensor,  # [1, T, D]
+        start: int,
+        stops: Sequence[int],  # exclusive, rising
+        positions: Tensor,  # [T] int64
+        attend: Attend,
+    ) -> list[Tensor]:  # [1, T, D] each
+        """Decoder layers from `start` on; the states before each of `stops`."""
         rotaries: dict[str | None, Any] = {}
-        if self._are_lean and stop > start:
-            rotary = self._rotary(hidden, positions, self._runs[start])
-            found = run_by_kernels(cast(list[LeanLayer], self._runs[start:stop]), start, hidden, rotary, attend)
-            if found is not None:
-                return found
-            rotaries[self._rotary_type(self._runs[start])] = rotary
-        for index in range(start, stop):
-            layer = self._runs[index]
+
+        def rotary_of(layer: AnyLayer) -> Any:
             layer_type = self._rotary_type(layer)
             if layer_type not in rotaries:
                 rotaries[layer_type] = self._rotary(hidden, positions, layer)
-            hidden = self._run_layer(layer, index, hidden, positions, rotaries[layer_type], attend)
-        return hidden
+            return rotaries[layer_type]
+
+        states = []
+        for stop in stops:
+            layers, found = self._runs[start:stop], None
+            if self._are_lean and layers:
+                found = run_by_kernels(cast(list[LeanLayer], layers), start, hidden, rotary_of(layers[0]), attend)
+            if found is not None:
+                hidden = found
+            else:
+                for index, layer in enumerate(layers, start):
+                    hidden = self._run_layer(layer, index, hidden, positions, rotary_of(layer), attend)
+            states.append(hidden)
+            start = stop
+        return states
 
     def run_block(
         self,

@@ -4,12 +4,11 @@ T rows; D_in input size; D_out output size of all layers together.
 """
 
 import copy
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from .kernels import pointer
 from .product import Product
 from .stand_in import is_plain_linear, is_stand_in
 
@@ -70,13 +69,13 @@ class FusedLinear:
         self._follow()
         return self._product
 
-    def state(self) -> tuple[Hashable, ...]:
-        """What changes when `product.linear()` would be another; cheaply told."""
-        return pointer(self._linears[0]._parameters["weight"]), *self._product.linear_state()
+    @property
+    def first_parameters(self) -> dict[str, nn.Parameter | None]:
+        """Of the first layer, read past the module's own lookup, which takes as long as a small operation."""
+        return self._linears[0]._parameters
 
     def _follow(self) -> None:
-        # Read past the module's own lookup, which takes as long as a small operation.
-        weight = self._linears[0]._parameters["weight"]
+        weight = self.first_parameters["weight"]
         assert weight is not None
         if weight.data_ptr() != self._product.weight.data_ptr():
             self._product.weight, self._product.bias = self._gather()  # the base was moved, or its dtype changed

@@ -81,6 +81,11 @@ class LeanLayer:
         self.window: int | None = window
         self._is_silu = isinstance(self._activation, (nn.SiLU, SiLUActivation))
         self._fused = (self._qkv, self._output, self._gate_up, self._down)
+        self._products = [fused.product for fused in self._fused]
+        self._tensors: list[dict[str, nn.Parameter | None]] = [
+            *(fused.first_parameters for fused in self._fused),
+            *(norm._parameters for norm in self._norms if norm is not None),
+        ]
         self._described: _Description | None = None
 
     def __call__(
@@ -123,7 +128,10 @@ class LeanLayer:
         """The layer as kernels take it; None where they do not: too many rows, another activation, other types than the
         states', heads that are turned in part."""
         described = self._described
-        if described is None or described.made_of != self._state(hidden, rotary):
+        places = [pointer(tensor) for tensors in self._tensors for tensor in tensors.values()]
+        made_of = hidden.dtype, rotary.cos.dtype, rotary.cos.shape[-1], *places
+        # Cheaply told: it is asked at every layer of every pass.
+        if described is None or described.made_of != made_of or not self._tell(described.linears):
             products = tuple(fused.product for fused in self._fused)
             linears = products[0].linear(), products[1].linear(), products[2].linear(), products[3].linear()
             norms = [None if norm is None else norm.weight for norm in self._norms]
@@ -136,14 +144,11 @@ class LeanLayer:
                 heads = Heads(self._num_heads, self._num_kv_heads, self._head_dim)
                 layer = Layer.of(linears, norms, eps, heads, window=self.window, scaling=self._scaling)
             max_rows = min(product.max_native_rows for product in products)
-            described = self._described = _Description(self._state(hidden, rotary), layer, max_rows, linears)
+            described = self._described = _Description(made_of, layer, max_rows, linears)
         return described.layer if hidden.shape[1] <= described.max_rows else None
 
-    def _state(self, hidden: Tensor, rotary: Rotary) -> tuple[Any, ...]:
-        """What a description is made of, as cheaply as it can be told: it is asked at every layer of every pass."""
-        weights = [None if norm is None else pointer(norm._parameters["weight"]) for norm in self._norms]
-        products = [fused.state() for fused in self._fused]
-        return hidden.dtype, rotary.cos.dtype, rotary.cos.shape[-1], *weights, *products
+    def _tell(self, linears: Iterable[Linear]) -> bool:
+        return all(product.tells(linear) for product, linear in zip(self._products, linears, strict=True))
 
 
 def run_by_kernels(

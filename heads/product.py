@@ -3,8 +3,6 @@
 T rows; D_in input size; D_out output size.
 """
 
-from collections.abc import Hashable
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -96,9 +94,10 @@ class Product:
             self._linear_from = state
         return self._linear
 
-    def linear_state(self) -> tuple[Hashable, ...]:
-        """What changes when `linear` would tell another one than last."""
-        return id(self._linear), *tensor_state(self.weight)
+    def tells(self, linear: Linear) -> bool:
+        """Whether it is what `linear` told last, and the weight has not been written to since."""
+        is_written = not self.weight.is_inference() and self.weight._version != self._linear_from[0][1]
+        return self._linear is linear and not is_written
 
     def _make_linear(self, *, packed: bool) -> Linear:
         bias = None if self.bias is None else self.bias.detach().contiguous()

@@ -82,11 +82,8 @@ class ModelRunner:
         (rows,) = self._packer.pack([Pass(sequences, bounds, has_ids=True)])
         positions, attend = rows.positions, rows.attend
         hidden = backbone.embed(rows.token_ids, positions)
-        exits = []
-        for level in self.levels:
-            hidden = backbone.run_layers(hidden, level.start, level.stop, positions, attend)
-            exits.append(hidden)
-        states = backbone.final_norm(hidden)
+        exits = backbone.run_through(hidden, 0, [level.stop for level in self.levels], positions, attend)
+        states = backbone.final_norm(exits[-1])
         blocks = [index for index in range(len(self.levels) - 1) if self._head(index).has_block]
         if blocks:
             context = self._states_before(states, chunks)
@@ -328,15 +325,19 @@ class ModelRunner:
             hidden = backbone.embed(rows.token_ids, rows.positions)
         else:
             hidden = self._hidden[index - 1][rows.window_slots].unsqueeze(0)
-        hidden = backbone.run_layers(hidden, level.start, level.stop, rows.positions, rows.attend)
-        if level.head is None:
-            self._final_states[rows.window_slots] = backbone.final_norm(hidden)[0]
-        else:
-            self._hidden[index][rows.window_slots] = hidden[0]
+        self._keep(index, backbone.run_layers(hidden, level.start, level.stop, rows.positions, rows.attend), rows)
 
     def _run_all_layers(self, rows: PackedRows) -> None:
-        for index in range(len(self.levels)):
-            self._run_layers(index, rows)
+        backbone, stops = self.model.backbone, [level.stop for level in self.levels]
+        hidden = backbone.embed(rows.token_ids, rows.positions)
+        for index, states in enumerate(backbone.run_through(hidden, 0, stops, rows.positions, rows.attend)):
+            self._keep(index, states, rows)
+
+    def _keep(self, index: int, hidden: Tensor, rows: PackedRows) -> None:  # [1, T, D]
+        if self.levels[index].head is None:
+            self._final_states[rows.window_slots] = self.model.backbone.final_norm(hidden)[0]
+        else:
+            self._hidden[index][rows.window_slots] = hidden[0]
 
     def _run_head(self, index: int, rows: PackedRows, attend: Attend | None = None) -> Tensor:  # [T, D]
         head = self._head(index)
