@@ -14,6 +14,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from .architectures import find_parts, max_context
 from .fused_linear import fuse_linears, fused_products
+from .kernels import MAX_TILED_ROWS, TILE_ROWS, find_kernels
 from .lean_layer import TRIAL_LENGTHS, LeanLayer, Rotary, agrees, is_of_family, run_by_kernels
 from .product import Product
 from .row_invariance import TiledProduct, row_invariant, tiled_products
@@ -210,6 +211,13 @@ class Backbone:
         """One decoder layer of an exit head's own."""
         rotary = self._rotary(hidden, positions, block)
         return self._run_layer(block, kv_layer, hidden, positions, rotary, attend)
+
+    @property
+    def row_step(self) -> int:
+        """Rows that all products take at once, in about the time of one; 1 where each takes its own."""
+        kernels = find_kernels()
+        is_tiled = kernels is not None and all(each.max_native_rows == MAX_TILED_ROWS for each in self.products())
+        return TILE_ROWS if is_tiled else 1
 
     def final_norm(self, hidden: Tensor) -> Tensor:
         """The base's final state, `[..., D]` to `[..., D]`; the identity where the base has no final norm."""

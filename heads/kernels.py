@@ -29,6 +29,8 @@ MAX_ROWS = 16
 """Rows for which these kernels are fastest, of a weight that the library multiplies by in the same type."""
 MAX_TILED_ROWS = 256
 """The same of a weight that goes by tiles."""
+TILE_ROWS = 16
+"""Rows that a tile takes at once."""
 MAX_ATTENDED_ROWS = 64
 """The same of attention, which reads keys and values where they lie."""
 KERNEL_DTYPES = (torch.float32, torch.bfloat16)

@@ -12,6 +12,7 @@ so it is drawn towards 1.
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -112,4 +113,4 @@ def _non_negative_least_squares(
 
 def _divide(table: Table, by: float) -> Table:
     seconds = tuple(tuple(value / by for value in row) for row in table.seconds)
-    return Table(batch_sizes=table.batch_sizes, num_rows=table.num_rows, seconds=seconds)
+    return replace(table, seconds=seconds)

@@ -19,7 +19,7 @@ from ..heads import EarlyExitModel, cache_folder, find_kernels
 from .config import EngineConfig
 from .cost_model import Costs, Overhead, Table
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 NEUTRAL_OPTIONS = frozenset({"max_num_seqs", "num_blocks", "max_prefill_tokens", "plan", "replan"})
 """Options of an engine that do not change what a round takes."""
 
@@ -90,7 +90,10 @@ def _table(values: Mapping[str, Any]) -> Table:
         batch_sizes=tuple(map(int, values["batch_sizes"])),
         num_rows=tuple(map(int, values["num_rows"])),
         seconds=tuple(tuple(map(float, row)) for row in values["seconds"]),
+        step=int(values["step"]),
     )
+    if table.step < 1:
+        raise ValueError("a table's step is no number of rows")
     if {len(row) for row in table.seconds} != {len(table.num_rows)} or len(table.seconds) != len(table.batch_sizes):
         raise ValueError("a table's rows do not fit its sides")
     for side in (table.batch_sizes, table.num_rows):

@@ -51,9 +51,13 @@ class Table:
     num_rows: tuple[int, ...]
     seconds: tuple[tuple[float, ...], ...]
     """`[batch size][rows]`."""
+    step: int = 1
+    """Rows, of all sequences, that the machine takes at once: one more than these takes as long as so many more."""
 
     def at(self, batch_size: float, num_rows: float) -> float:
         """Seconds for `batch_size` sequences of `num_rows` rows each."""
+        if batch_size * num_rows > self.step > 1:
+            num_rows = math.ceil(batch_size * num_rows / self.step - 1e-9) * self.step / batch_size
         by_batch = [_interpolate(self.num_rows, row, num_rows) for row in self.seconds]
         return _interpolate(self.batch_sizes, by_batch, batch_size)
 

@@ -32,8 +32,8 @@ MARGIN, MARGIN_PER_SEQUENCE, MOST_MARGIN = 1.03, 0.03, 1.5
 the last: shares are guesses, and the more sequences, the less sure is what one more row costs."""
 
 MAX_ROWS = 16
-"""Rows of a pass, of all its sequences, that are still cheap: what a machine's tiles take at once, and with one long copy
-more attention may pad all the others."""
+"""Rows of a pass, of all its sequences, that are still cheap: so many a machine's tiles take at once, and with one long
+copy more attention may pad all the others."""
 
 
 def size_class(num_matched: int) -> int:

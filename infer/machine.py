@@ -80,7 +80,7 @@ class CostProbe:
         max_batch, max_context = sizes[-1], model.backbone.max_context
         # The longest of a batch is half as long again.
         context, probe_context = min(context, max_context // 2), min(probe_context, max_context // 4)
-        self._num_layers = model.backbone.num_layers
+        self._backbone = model.backbone
         # Engines go first: what they do to the model, such as packing its weights, holds for its parts too.
         self._rounds = list(_build_probes(model, build_engine, options or {}, sizes, probe_context))
         far_timer = PartTimer(model, max_batch, NUM_ROWS[-1], context)
@@ -116,9 +116,9 @@ class CostProbe:
         ]
         num_parts = len(self._far) + len(self._near)
         return calibrate(
-            self._num_layers,
-            _tables(self._far, found),
-            _tables(self._near, found[len(self._far) :]),
+            self._backbone.num_layers,
+            _tables(self._far, found, self._backbone.row_step),
+            _tables(self._near, found[len(self._far) :], self._backbone.row_step),
             [
                 asked._replace(seconds=seconds)
                 for (_, asked), seconds in zip(self._rounds, found[num_parts:], strict=True)
@@ -179,7 +179,7 @@ def _repeat(probe: CostProbe, seconds: float, *, show_progress: bool) -> None:
         bar.update(1.0 - bar.n)
 
 
-def _tables(parts: Items[Part], found: Items[Mapping[str, float]]) -> dict[str | int, Table]:
+def _tables(parts: Items[Part], found: Items[Mapping[str, float]], step: int) -> dict[str | int, Table]:
     """By part: its seconds; `found` may go on behind those of `parts`."""
     seconds = {part: each["seconds"] for part, each in zip(parts, found, strict=False)}
     sizes = tuple(sorted({part.batch_size for part in parts}))
@@ -189,6 +189,7 @@ def _tables(parts: Items[Part], found: Items[Mapping[str, float]]) -> dict[str |
             batch_sizes=sizes,
             num_rows=rows,
             seconds=tuple(tuple(seconds[Part(name, size, number)] for number in rows) for size in sizes),
+            step=step,
         )
         for name in {part.name for part in parts}
     }

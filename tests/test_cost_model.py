@@ -145,6 +145,14 @@ def test_tables_are_read_between_and_beyond_their_points():
     assert table.at(5, 1) == pytest.approx(5.0)
 
 
+def test_rows_that_a_machine_takes_at_once_cost_as_much_as_all_of_them():
+    table = Table(batch_sizes=(1, 8), num_rows=(1, 2, 4), seconds=((1.0, 1.1, 1.2), (2.0, 2.5, 5.0)), step=16)
+    assert [table.at(8, rows) for rows in (1, 1.5, 2)] == pytest.approx([2.0, 2.25, 2.5])
+    assert {table.at(8, rows) for rows in (17 / 8, 3, 31 / 8, 4)} == {5.0}
+    assert table.at(8, 33 / 8) == pytest.approx(7.5)
+    assert table.at(1, 3) == pytest.approx(1.15)
+
+
 shares = st.lists(st.floats(0, 1), min_size=1, max_size=4).map(tuple)
 sizes = st.integers(1, 16)
 
