@@ -74,7 +74,7 @@ def best_copy(
     length, best = 0, plain
     reach, expected = 1.0, 1.0
     # Each further token is kept less often and costs as much: once the rate falls it never rises again.
-    for place in range(min(max_length, MAX_ROWS // num_seqs - 1)):
+    for place in range(min(max_length, max_copied(num_seqs))):
         reach *= shares[size_class(num_matched + place)]
         expected += reach
         rate = expected / _pass_cost(place + 2, num_seqs, row_cost)
@@ -82,6 +82,11 @@ def best_copy(
             break
         length, best = place + 1, rate
     return (length, best) if best > margin(num_seqs) * plain else (0, plain)
+
+
+def max_copied(num_seqs: int) -> int:
+    """The most tokens that each sequence of so many in a round may copy."""
+    return MAX_ROWS // num_seqs - 1 if num_seqs <= MAX_ROWS else 0
 
 
 def margin(num_seqs: int) -> float:

@@ -15,7 +15,7 @@ from collections.abc import Sequence as Items
 import torch
 from torch import Tensor
 
-from .free_drafts import FIRST_SHARES, MAX_MATCHED, best_copy, exits_cost, exits_rate, updated_shares
+from .free_drafts import FIRST_SHARES, MAX_MATCHED, best_copy, exits_cost, exits_rate, max_copied, updated_shares
 from .ngram_index import Continuation, NgramIndex
 from .policy import Policy
 from .sequence import Proposal, Sequence
@@ -69,6 +69,8 @@ class NgramProposer:
 
         What is wanted of the deepest exit must be known.
         """
+        if not max_copied(len(sequences)):
+            return sequences
         others = []
         with timed([sequence.stats.levels[self._name] for sequence in sequences]):
             num_seqs, row_cost = len(sequences), self._row_cost(len(sequences))
