@@ -92,11 +92,12 @@ void attend(const A* query, const A* keys, const A* values, const int64_t* offse
     }
 }
 
-// Keeps the new keys and values of rows; then each row's attention over its sequence as far as its position. All threads
-// take part.
+// Keeps the new keys and values of rows; then each row's attention over its sequence as far as its position. All
+// threads take part.
 template <typename A>
 void attend_rows(const A* queries, const A* new_keys, const A* new_values, const Strides& strides, A* keys, A* values,
-                 const Places& places, const Heads& heads, int64_t window, float scaling, A* outputs, int64_t num_rows) {
+                 const Places& places, const Heads& heads, int64_t window, float scaling, A* outputs,
+                 int64_t num_rows) {
     const int64_t num_heads = heads.num_heads, head_dim = heads.head_dim;
     const int64_t stride = heads.num_kv_heads * head_dim, groups = num_heads / heads.num_kv_heads;
     const Share rows = share(num_rows);

@@ -15,7 +15,8 @@ struct Layer {
     float scaling;
 };
 
-// Where a run of layers keeps keys and values: the pools of each layer, [N * S, K, Dh], and blocks of them to be cleared.
+// Where a run of layers keeps keys and values: the pools of each layer, [N * S, K, Dh], and blocks of them that are to
+// be cleared.
 struct Pages {
     void *const *keys, *const *values;
     const int64_t* new_blocks;
@@ -122,7 +123,8 @@ template <typename A> class LayerPass {
                 const float* gate = gates + row * 2 * between + first;
                 const Lanes lanes = load_some(gate, which);
                 const Lanes opened = rounded<A>(lanes / (1.0f + exp_of(-lanes)));
-                store_some(active + row * between + first, which, rounded<A>(opened * load_some(gate + between, which)));
+                const Lanes factor = load_some(gate + between, which);
+                store_some(active + row * between + first, which, rounded<A>(opened * factor));
             }
 #pragma omp barrier
         multiply<A>(layer.down, Plain<float>{active, between}, num_rows, {own}, room, sums);

@@ -109,7 +109,9 @@ template <typename A, typename Use> auto by_kind(int64_t kind, Use use) {
 
 // Room that the inputs of a product take, which threads share.
 template <typename A> int64_t room_for(const Linear& linear, int64_t num_rows) {
-    return by_kind<A>(linear.kind, [&](auto type) { return decltype(type)::Product::room(num_rows, linear.num_inputs); });
+    return by_kind<A>(linear.kind, [&](auto type) {
+        return decltype(type)::Product::room(num_rows, linear.num_inputs);
+    });
 }
 
 // Some outputs of a product as they are kept; `sums` is scratch and takes them, [T, O]. All threads take part.

@@ -2,7 +2,7 @@
 // of one.
 //
 // Tiles multiply bfloat16 and sum in float32. A row in float32 goes in three parts, of eight bits of it each, which are
-// all of it. Weights in blocks go as their numbers of steps, which bfloat16 holds, and each block's sum is scaled after.
+// all of it. Weights in blocks go as their numbers of steps, which bfloat16 holds, and each block's sum is scaled then.
 
 #pragma once
 
@@ -16,12 +16,12 @@
 
 namespace {
 
-constexpr int64_t TILE = 16;               // rows, and outputs, that a tile has
-constexpr int64_t LANES_OF_TILE = 16;      // one for each row of 64 bytes
+constexpr int64_t TILE = 16;           // rows, and outputs, that a tile takes
+constexpr int64_t LANES_OF_TILE = 16;  // one for each of its lines of 64 bytes
 constexpr int64_t TILE_BYTES = 16 * 64;
 
-// The tiles, while this lives: 16 outputs by 32 inputs of a weight in the fourth to the last but two, so many rows of
-// inputs in the last two, and what 16 outputs of these come to in the first four.
+// The machine's eight tiles, while this lives: in 0 to 3 what 16 outputs come to for so many rows, in 4 and 5 these
+// outputs' weights for 32 inputs, in 6 and 7 the rows' inputs.
 class Tiles {
   public:
     explicit Tiles(int64_t num_rows) {
@@ -89,8 +89,8 @@ template <typename A> class TileInputs {
         return tiles + ((group * pieces + piece) * PARTS + part) * tile_bytes();
     }
 
-    // Of 16 outputs from `start` on those in [first, last), as the sums of all rows, [T, O]; `found`: [groups, 16 outputs,
-    // 16 rows].
+    // Of 16 outputs from `start` on those in [first, last), as the sums of all rows, [T, O]; `found`: [groups,
+    // 16 outputs, 16 rows].
     void keep(const float* found, int64_t start, int64_t first, int64_t last, float* sums, int64_t num_outputs) const {
         const __mmask16 wanted = first_lanes(last - start) & ~first_lanes(first - start);
         const __m512i outputs = _mm512_slli_epi32(numbers(), 4);
@@ -137,7 +137,7 @@ template <typename A> class RowTileProduct : public TileInputs<A> {
     }
 
   private:
-    // O tiles of outputs with G of columns.
+    // O tiles of outputs with G groups of rows.
     template <int O, int G>
     void multiply_tiles(const char* rows, int64_t num_outputs, int64_t group, float* found) const {
         _tile_zero(0);
@@ -172,8 +172,8 @@ template <typename A> class RowTileProduct : public TileInputs<A> {
                 }
             }
         }
-        const auto to = [&](int64_t outputs, int64_t column) {
-            return found + (outputs * this->groups + group + column) * TILE * TILE;
+        const auto to = [&](int64_t outputs, int64_t next) {
+            return found + (outputs * this->groups + group + next) * TILE * TILE;
         };
         _tile_stored(0, to(0, 0), 64);
         if (G > 1) _tile_stored(1, to(0, 1), 64);
@@ -186,8 +186,8 @@ template <typename A> class RowTileProduct : public TileInputs<A> {
 
 // Blocks as tiles have them: of 16 outputs first the numbers, tile by tile, then the steps of each tile.
 
-// Numbers of four bits, of values 4 * i to 4 * i + 3 of a tile's rows in the four parts of word i of 16 bits; a step and
-// a lowest value for each row, in float16.
+// Numbers of four bits: the four parts of a word are those of four rows, and 32 words their values; a step and a lowest
+// value for each row, in float16.
 struct FourBitTiles {
     static constexpr int BYTES = 256, STEP_BYTES = 64;
     static void widen(const char* numbers, char* tile) {
