@@ -182,18 +182,21 @@ def cache_and_tables(backbone, lengths, block_size=4):
 def test_a_run_of_layers_with_its_attention_is_the_librarys(native, architecture, dtype):
     backbone, length = Backbone(build_base(architecture).to(dtype)), 15
     positions = torch.arange(length)
-    hidden = expected = backbone.embed(torch.arange(3, 3 + length), positions)
-    for index, layer in enumerate(backbone.layers):
-        cos_sin = backbone._rotary(expected, positions, layer)
-        rows = {"position_ids": positions.unsqueeze(0), "position_embeddings": cos_sin}
-        expected = layer(expected, attend=DenseAttention([length]), kv_layer=index, **rows)
     cache, (table,) = cache_and_tables(backbone, [length])
     pools = [*cache.keys, *cache.values]
     for pool in pools:
         pool.fill_(math.nan)
     attend = PagedAttention(cache, [Span(table, 0, length)], backbone.device)
     assert attend.pages is not None
-    close(backbone.run_layers(hidden, 0, backbone.num_layers, positions, attend), expected)
+    hidden = one_by_one = expected = backbone.embed(torch.arange(3, 3 + length), positions)
+    for index, layer in enumerate(backbone.layers):
+        found = backbone.run_layers(expected, index, index + 1, positions, attend)
+        cos_sin = backbone._rotary(expected, positions, layer)
+        rows = {"position_ids": positions.unsqueeze(0), "position_embeddings": cos_sin}
+        expected = layer(expected, attend=DenseAttention([length]), kv_layer=index, **rows)
+        close(found, expected)
+        one_by_one = backbone.run_layers(one_by_one, index, index + 1, positions, attend)
+    assert torch.equal(backbone.run_layers(hidden, 0, backbone.num_layers, positions, attend), one_by_one)
     # What others read of a block is numbers.
     assert not any(pool[length:].any() for pool in pools)
 
