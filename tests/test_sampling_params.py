@@ -1,6 +1,7 @@
 """What a user may ask for: values that are refused, several texts, log-probabilities."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -116,11 +117,13 @@ def test_logprobs_are_those_of_one_pass_over_the_text(model, method, sampling):
         with torch.no_grad():
             rows = model.base(ids).logits[0].log_softmax(-1)[len(completion.prompt_token_ids) - 1 : -1]
         chosen = rows.gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
-        torch.testing.assert_close(torch.tensor([each.logprob for each in completion.logprobs]), chosen)
+        # The texts are others each time, and our own kernels sum in another order than the library.
+        close = partial(torch.testing.assert_close, rtol=0, atol=5e-5)
+        close(torch.tensor([each.logprob for each in completion.logprobs]), chosen)
         for row, each in zip(rows, completion.logprobs, strict=True):
             top = row.topk(3)
             assert list(each.top) == top.indices.tolist()
-            torch.testing.assert_close(torch.tensor(list(each.top.values())), top.values)
+            close(torch.tensor(list(each.top.values())), top.values)
 
 
 def test_logprobs_of_none_and_of_the_chosen_alone(model):
