@@ -14,14 +14,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .kernels import MAX_TILED_ROWS, Kernels, Linear, find_kernels
+from .kernels import MAX_TILED_ROWS, TILE_ROWS, Kernels, Linear, find_kernels
 from .product_form import MAX_PACKED_ROWS
 
 BLOCK_SIZE = 32
 """Values of a weight that are kept in blocks have one step in common."""
-TILE = 16
-"""Rows of a weight in a tile."""
 ROWS_AT_ONCE = 4096
+"""Rows that are packed at once; whole tiles."""
 NumBits = Literal[4, 8]
 """Of a value."""
 
@@ -73,27 +72,25 @@ def block_weight(weight: Tensor) -> BlockWeight | None:  # weight: [D_out, D_in]
     kernels = find_kernels()
     if weight.dtype != torch.float32 or weight.device.type != "cpu" or not is_whole or kernels is None:
         return None
-    weight = weight.detach()
+    parts = weight.detach().split(ROWS_AT_ONCE)
     # Most weights that no blocks hold are told by one row; not by one of zeros, which are held in any way.
-    probe = int((weight != 0).any(1).byte().argmax())
+    probe = int((parts[0] != 0).any(1).byte().argmax())
     for num_bits in _NUM_BITS:
-        if not _are_read_right(num_bits, kernels) or _steps(weight[probe : probe + 1], num_bits) is None:
+        if not _are_read_right(num_bits, kernels) or _steps(parts[0][probe : probe + 1], num_bits) is None:
             continue
-        parts = []
-        for rows in weight.split(ROWS_AT_ONCE):
+        packed = []
+        for rows in parts:
             if (steps := _steps(rows, num_bits)) is None:
                 break
-            parts.append(steps)
+            packed.append(_pack(steps, num_bits, kernels))
         else:
-            return _held(parts, num_bits, kernels)
+            return BlockWeight(torch.cat(packed), (weight.shape[0], weight.shape[1]), num_bits, kernels)
     return None
 
 
-def _held(parts: list[_Steps], num_bits: NumBits, kernels: Kernels) -> BlockWeight:
-    """A weight whose rows are these, of whole tiles in all but the last."""
-    pack = _in_tiles if kernels.uses_tiles else _in_rows
-    shape = (sum(len(steps.step) for steps in parts), parts[0].step.shape[1] * BLOCK_SIZE)
-    return BlockWeight(torch.cat([pack(steps, num_bits) for steps in parts]), shape, num_bits, kernels)
+def _pack(steps: _Steps, num_bits: NumBits, kernels: Kernels) -> Tensor:
+    """Rows as the kernels read them; of whole tiles, where others follow."""
+    return (_in_tiles if kernels.uses_tiles else _in_rows)(steps, num_bits)
 
 
 _NUM_BITS: tuple[NumBits, ...] = (4, 8)
@@ -109,10 +106,10 @@ def _in_rows(steps: _Steps, num_bits: NumBits) -> Tensor:  # [R, N, bytes of a b
     return torch.cat([step, lowest, pairs], -1)
 
 
-def _in_tiles(steps: _Steps, num_bits: NumBits) -> Tensor:  # [ceil(R / TILE), bytes of a row of tiles] uint8
+def _in_tiles(steps: _Steps, num_bits: NumBits) -> Tensor:  # [ceil(R / TILE_ROWS), bytes of a row of tiles] uint8
     """The numbers of 16 rows tile by tile, then their steps likewise."""
-    padding = (0, 0, 0, 0, 0, -len(steps.step) % TILE)
-    numbers, step, lowest = (F.pad(part, padding).unflatten(0, (-1, TILE)) for part in steps)
+    padding = (0, 0, 0, 0, 0, -len(steps.step) % TILE_ROWS)
+    numbers, step, lowest = (F.pad(part, padding).unflatten(0, (-1, TILE_ROWS)) for part in steps)
     scales = [step.half()] if num_bits == 8 else [step.half(), lowest.half()]
     scale_bytes = torch.cat(scales, 3).permute(0, 2, 3, 1).contiguous().view(torch.uint8)
     if num_bits == 8:
@@ -168,9 +165,10 @@ def _fitting(blocks: Tensor, ways: Iterable[tuple[Tensor, Tensor]], first: int, 
 def _are_read_right(num_bits: NumBits, kernels: Kernels) -> bool:
     """Whether the kernels, as compiled here, read such blocks to the bit."""
     generator = torch.Generator().manual_seed(0)
-    numbers = torch.randint(0, 16, (TILE + 1, 2, BLOCK_SIZE), generator=generator, device="cpu").float()
-    step, lowest = torch.rand(2, TILE + 1, 2, 1, generator=generator, device="cpu").half().float()
+    numbers = torch.randint(0, 16, (TILE_ROWS + 1, 2, BLOCK_SIZE), generator=generator, device="cpu").float()
+    step, lowest = torch.rand(2, TILE_ROWS + 1, 2, 1, generator=generator, device="cpu").half().float()
     steps = _Steps(numbers, step, lowest if num_bits == 4 else torch.zeros_like(lowest))
     with torch.inference_mode():
-        found = _held([steps], num_bits, kernels)(torch.eye(2 * BLOCK_SIZE, device="cpu"))
+        held = BlockWeight(_pack(steps, num_bits, kernels), (TILE_ROWS + 1, 2 * BLOCK_SIZE), num_bits, kernels)
+        found = held(torch.eye(2 * BLOCK_SIZE, device="cpu"))
     return torch.equal(found.t(), steps.values().flatten(1))

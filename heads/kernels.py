@@ -30,7 +30,7 @@ MAX_ROWS = 16
 MAX_TILED_ROWS = 256
 """The same of a weight that goes by tiles."""
 TILE_ROWS = 16
-"""Rows that a tile takes at once."""
+"""Rows of inputs that a tile takes at once, and of a weight."""
 MAX_ATTENDED_ROWS = 64
 """The same of attention, which reads keys and values where they lie."""
 KERNEL_DTYPES = (torch.float32, torch.bfloat16)
