@@ -210,6 +210,10 @@ class Backbone:
     ) -> Tensor:  # [1, T, D]
         """One decoder layer of an exit head's own."""
         rotary = self._rotary(hidden, positions, block)
+        if isinstance(block, LeanLayer):
+            found = run_by_kernels([block], kv_layer, hidden, rotary, attend)
+            if found is not None:
+                return found
         return self._run_layer(block, kv_layer, hidden, positions, rotary, attend)
 
     @property

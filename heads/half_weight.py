@@ -11,7 +11,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from .kernels import MAX_TILED_ROWS, Linear, find_kernels
+from .kernels import Linear, find_kernels
 from .product_form import MAX_PACKED_ROWS
 
 TOP_EXPONENT = 15
@@ -37,8 +37,7 @@ class HalfWeight:
         self._unscale = 1 / scale
         self._kernels = find_kernels()
         self._held = rows if self._kernels else torch.ops.quantized.linear_prepack_fp16(rows.float(), None)
-        is_tiled = self._kernels is not None and self._kernels.max_rows(rows.dtype) == MAX_TILED_ROWS
-        self.max_rows = MAX_TILED_ROWS if is_tiled else MAX_PACKED_ROWS
+        self.max_rows = max(MAX_PACKED_ROWS, self._kernels.max_rows(rows.dtype) if self._kernels else 0)
         """Rows for which it is fast."""
 
     def linear(self, bias: Tensor | None = None) -> Linear:

@@ -5,25 +5,18 @@ heads, Dh head size; B sequences.
 """
 
 import ctypes
-import hashlib
 import os
-import platform
-import shutil
-import stat
 import subprocess
 import sys
-import tempfile
 import warnings
 from ctypes import c_float, c_int64, c_void_p
 from functools import cache, partial
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
-from .cache_folder import cache_folder
+from .kernel_library import find_library
 
 MAX_ROWS = 16
 """Rows for which these kernels are fastest, of a weight that the library multiplies by in the same type."""
@@ -37,8 +30,6 @@ KERNEL_DTYPES = (torch.float32, torch.bfloat16)
 """Of the states."""
 SWITCH = "HISPEC_KERNELS"
 """0 in this variable of the environment leaves them out, `lanes` the machine's tiles."""
-SOURCES = Path(__file__).with_name("native")
-FLAGS = ("-std=c++20", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp", "-fPIC", "-w")
 _KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, 4: 3, 8: 4}
 _TILE_KINDS = {torch.bfloat16: 5, 4: 6, 8: 7}
 """By the type, or the bits of a value of blocks; where there are tiles."""
@@ -165,6 +156,7 @@ class Kernels:
         library.has_tiles.restype = c_int64
         self.uses_tiles = bool(library.has_tiles()) and os.environ.get(SWITCH) != "lanes"
         """Whether a weight in bfloat16 or in blocks goes by tiles, 16 rows at about the cost of one."""
+        self._kinds = _KINDS | (_TILE_KINDS if self.uses_tiles else {})
         plan = {
             "product": [c_void_p] * 3 + [c_int64] * 2,
             "before_attention": [c_void_p] * 5 + [c_int64] * 2,
@@ -214,8 +206,7 @@ class Kernels:
     ) -> Linear:
         assert weight.is_contiguous()
         assert bias is None or bias.is_contiguous()
-        kinds = _KINDS | _TILE_KINDS if self.uses_tiles else _KINDS
-        linear = Linear(weight.data_ptr(), pointer(bias), *shape, kinds[what], scale)
+        linear = Linear(weight.data_ptr(), pointer(bias), *shape, self._kinds[what], scale)
         linear.tensors = (weight, bias)
         return linear
 
@@ -348,7 +339,7 @@ def find_kernels() -> Kernels | None:
     if os.environ.get(SWITCH) == "0" or sys.platform != "linux" or not has_lanes:
         return None
     try:
-        library = _kept() or _compiled()
+        library = find_library()
         if library is None:
             return None
         kernels = Kernels(ctypes.CDLL(str(library)))
@@ -357,7 +348,7 @@ def find_kernels() -> Kernels | None:
     # Without a home, a compiler that works, room on the disk, or the OpenMP library that torch brings along.
     except (OSError, RuntimeError, subprocess.SubprocessError, AttributeError) as error:
         reason = getattr(error, "stderr", b"") or str(error).encode()
-        text = reason.decode(errors="replace").strip().splitlines()[0]
+        text = next(iter(reason.decode(errors="replace").strip().splitlines()), repr(error))
         warnings.warn(f"hispec runs without its own kernels, several times slower: {text}", stacklevel=2)
         return None
     return kernels
@@ -366,65 +357,6 @@ def find_kernels() -> Kernels | None:
 def pointer(tensor: Tensor | None) -> int | None:
     """Where a tensor lies."""
     return None if tensor is None else tensor.data_ptr()
-
-
-def _folder() -> Path:
-    """Where compiled kernels are kept; OSError where somebody else could write to it: what they wrote is not run."""
-    folder = cache_folder() / "kernels"
-    folder.mkdir(mode=0o755, parents=True, exist_ok=True)
-    for path in (folder.resolve(), *folder.resolve().parents):
-        status = path.stat()
-        # A group of the user's own, as many systems have it, is nobody else.
-        others = 0o022 if path == folder.resolve() or status.st_gid != os.getgid() else 0o002
-        is_open = status.st_mode & others and not status.st_mode & stat.S_ISVTX
-        if is_open or status.st_uid not in (os.getuid(), 0):
-            raise OSError(f"{path} could be written to by others")
-    return folder
-
-
-def _digest() -> str:
-    """Of all that decides what is compiled, but for the compiler."""
-    flags = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")), "")
-    sources = [path.read_bytes() for path in sorted(SOURCES.iterdir()) if path.suffix in (".cpp", ".hpp")]
-    parts = (*sources, " ".join(FLAGS).encode(), flags.encode(), platform.machine().encode())
-    return _short(b"\0".join(parts))
-
-
-def _short(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:16]
-
-
-def _kept() -> Path | None:
-    """The library for this machine, if it is kept, and whole: its name tells its content."""
-    for library in _folder().glob(f"{_digest()}-*.so"):
-        status = library.stat()
-        if status.st_uid != os.getuid() or status.st_mode & 0o022:
-            raise OSError(f"{library} could be written to by others")
-        if library.stem.endswith(_short(library.read_bytes())):
-            return library
-        library.unlink()
-    return None
-
-
-def _compiled() -> Path | None:
-    """The library for this machine, made anew; None without a compiler."""
-    if shutil.which("g++") is None:
-        return None
-    with (
-        tqdm(total=1, desc="compiling kernels, once", leave=False) as bar,
-        tempfile.TemporaryDirectory(dir=_folder()) as folder,
-    ):
-        compiled, linked = Path(folder) / "kernels.o", Path(folder) / "kernels.so"
-        source = SOURCES / "kernels.cpp"
-        run = {"check": True, "capture_output": True, "timeout": 300}
-        subprocess.run(["g++", *FLAGS, "-c", str(source), "-o", str(compiled)], **run)  # type: ignore[call-overload]
-        # Without OpenMP's library: torch has loaded its own, and a second one would have threads of its own.
-        subprocess.run(["g++", "-shared", str(compiled), "-o", str(linked)], **run)  # type: ignore[call-overload]
-        linked.chmod(0o755)
-        library = _folder() / f"{_digest()}-{_short(linked.read_bytes())}.so"
-        linked.replace(library)
-        bar.update()
-    return library
 
 
 @torch.inference_mode()

@@ -96,8 +96,6 @@ class LeanLayer:
         kv_layer: int,
     ) -> Tensor:  # [1, T, D]
         """As the library's layer."""
-        if (found := run_by_kernels([self], kv_layer, hidden, rotary, attend)) is not None:
-            return found
         num_heads, num_kv_heads = self._num_heads, self._num_kv_heads
         options: dict[str, Any] = {"scaling": self._scaling, "window": self.window, "softcap": None}
         kernels = find_kernels()

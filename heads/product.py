@@ -16,6 +16,7 @@ Compact = BlockWeight | HalfWeight
 """A copy of a float32 weight that takes less to read."""
 COMPACT: dict[Packing, type[Compact]] = {"block": BlockWeight, "half": HalfWeight}
 TensorState = tuple[int, int, torch.dtype]
+"""See `tensor_state`."""
 PACKED_FOR = 8
 """Rows that a packed copy is laid out for."""
 

@@ -112,10 +112,11 @@ class PagedAttention:
         softcap: float | None,
     ) -> Tensor:  # [T, H, Dh]
         """See `Attend`."""
-        pools = self._kv_cache.keys[kv_layer], self._kv_cache.values[kv_layer]
-        are_alike = all(tensor.dtype == query.dtype for tensor in (key, value, *pools))
-        if self._kernels is not None and softcap is None and are_alike and query.dtype in KERNEL_DTYPES:
+        pages = self.pages if softcap is None else None
+        dtypes = {query.dtype, key.dtype, value.dtype}
+        if self._kernels is not None and pages is not None and dtypes == {pages.pools.dtype}:
             self._clear(kv_layer)
+            pools = self._kv_cache.keys[kv_layer], self._kv_cache.values[kv_layer]
             return self._kernels.paged_attention(
                 query, key, value, *pools, self._places, scaling=scaling, window=window
             )

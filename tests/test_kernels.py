@@ -21,6 +21,7 @@ from hispec.heads import (
     Places,
     cache_folder,
     find_kernels,
+    kernel_library,
     kernels,
 )
 from hispec.heads.block_weight import BlockWeight, block_weight
@@ -359,7 +360,7 @@ def test_they_are_compiled_once(fresh, tmp_path, monkeypatch):
         os.umask(before)
     (library,) = (tmp_path / "kernels").iterdir()
     assert library.stat().st_mode & 0o777 == 0o755
-    monkeypatch.setattr(kernels.shutil, "which", lambda name: None)  # where they are only run
+    monkeypatch.setattr(kernel_library.shutil, "which", lambda name: None)  # where they are only run
     assert fresh() is not None
 
 
@@ -383,12 +384,12 @@ def test_a_library_that_is_not_whole_is_made_anew(fresh, tmp_path):
 
 def test_without_what_it_takes_there_are_none(fresh, monkeypatch):
     def fails(command, **options):
-        raise kernels.subprocess.CalledProcessError(1, command, stderr=b"no such option\nand more")
+        raise kernel_library.subprocess.CalledProcessError(1, command, stderr=b"no such option\nand more")
 
-    monkeypatch.setattr(kernels.subprocess, "run", fails)
+    monkeypatch.setattr(kernel_library.subprocess, "run", fails)
     with pytest.warns(UserWarning, match="several times slower: no such option$"):
         assert fresh() is None
-    monkeypatch.setattr(kernels.shutil, "which", lambda name: None)
+    monkeypatch.setattr(kernel_library.shutil, "which", lambda name: None)
     assert fresh() is None
 
 
