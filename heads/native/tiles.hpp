@@ -40,7 +40,7 @@ class Tiles {
 template <typename A> class TileInputs {
   public:
     static int64_t room(int64_t num_rows, int64_t size) {
-        return num_groups(num_rows) * num_pieces(size) * (PARTS * LANES_OF_TILE + 1);
+        return num_groups(num_rows) * num_pieces(size) * PARTS * LANES_OF_TILE;
     }
 
     TileInputs(Lanes* room, int64_t num_rows, int64_t size)
@@ -48,19 +48,16 @@ template <typename A> class TileInputs {
           groups(num_groups(num_rows)),
           width((num_rows + groups - 1) / groups),
           pieces(num_pieces(size)),
-          totals(reinterpret_cast<float*>(room)),
-          tiles(reinterpret_cast<char*>(room + groups * pieces)) {}
+          tiles(reinterpret_cast<char*>(room)) {}
 
     // Zeros where the last group has no rows, whatever was there: with some numbers the machine takes far longer.
     void clear(int64_t piece) {
         const int64_t place = (groups - 1) * pieces + piece;
-        std::memset(totals + place * TILE, 0, TILE * sizeof(float));
         if (num_rows < groups * width) std::memset(tiles + place * PARTS * tile_bytes(), 0, PARTS * tile_bytes());
     }
 
     void put(int64_t row, int64_t piece, Lanes first, Lanes second) {
         const int64_t place = row / width * pieces + piece, column = row % width;
-        totals[place * TILE + column] = sum_of(first + second);
         char* to = tiles + place * PARTS * tile_bytes() + column * 4;
         const __m512i pairs = _mm512_mullo_epi32(numbers(), _mm512_set1_epi32(int(width)));
 #pragma GCC unroll 3
@@ -101,7 +98,6 @@ template <typename A> class TileInputs {
     }
 
     const int64_t num_rows, groups, width, pieces;
-    float* const totals;  // of a piece's inputs, [groups, pieces, 16 rows]
 
   private:
     char* const tiles;
@@ -233,7 +229,23 @@ struct EightBitTiles {
 
 template <typename W> class BlockTileProduct : public TileInputs<float> {
   public:
-    using TileInputs<float>::TileInputs;
+    static int64_t room(int64_t num_rows, int64_t size) {
+        return TileInputs::room(num_rows, size) + num_groups(num_rows) * num_pieces(size);
+    }
+
+    BlockTileProduct(Lanes* room, int64_t num_rows, int64_t size)
+        : TileInputs(room, num_rows, size),
+          totals(reinterpret_cast<float*>(room + TileInputs::room(num_rows, size))) {}
+
+    void clear(int64_t piece) {
+        TileInputs::clear(piece);
+        std::memset(totals + ((groups - 1) * pieces + piece) * TILE, 0, TILE * sizeof(float));
+    }
+
+    void put(int64_t row, int64_t piece, Lanes first, Lanes second) {
+        TileInputs::put(row, piece, first, second);
+        totals[(row / width * pieces + piece) * TILE + row % width] = sum_of(first + second);
+    }
 
     // The sums of outputs [first, last) for all rows, [T, O].
     void multiply(const char* weight, int64_t first, int64_t last, float* sums, int64_t num_outputs) const {
@@ -298,6 +310,8 @@ template <typename W> class BlockTileProduct : public TileInputs<float> {
 #pragma GCC unroll 16
         for (int output = 0; output < TILE; ++output) found[output] = total[output];
     }
+
+    float* totals;  // of a piece's inputs, [groups, pieces, 16 rows]
 };
 
 // Linux lets a process use tiles when it has asked.
