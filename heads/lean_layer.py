@@ -54,7 +54,7 @@ class _Description(NamedTuple):
     layer: Layer | None
     max_rows: int
     linears: tuple[Linear, ...]
-    """Kept: an id belongs to another object when its own is gone."""
+    """Of its products, as these told them."""
 
 
 class LeanLayer:

@@ -86,7 +86,7 @@ def best_copy(
 
 def max_copied(num_seqs: int) -> int:
     """The most tokens that each sequence of so many in a round may copy."""
-    return MAX_ROWS // num_seqs - 1 if num_seqs <= MAX_ROWS else 0
+    return max(0, MAX_ROWS // num_seqs - 1)
 
 
 def margin(num_seqs: int) -> float:
