@@ -15,8 +15,9 @@ from transformers import AttentionInterface, PreTrainedModel
 from .architectures import find_parts, max_context
 from .fused_linear import fuse_linears, fused_products
 from .kernels import MAX_TILED_ROWS, TILE_ROWS, find_kernels
-from .lean_layer import TRIAL_LENGTHS, LeanLayer, Rotary, agrees, is_of_family, run_by_kernels
+from .lean_layer import TRIAL_LENGTHS, LayerRun, LeanLayer, agrees, is_of_family, rms_norm, run_by_kernels
 from .product import Product
+from .rotary import Rotary, RotaryTable
 from .row_invariance import TiledProduct, row_invariant, tiled_products
 from .stand_in import is_plain_linear, is_stand_in, plain_copy, read_weight
 
@@ -85,8 +86,11 @@ class Backbone:
         self.num_kv_heads: int = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.max_context = max_context(config)
+        self._rotary_table = RotaryTable(parts.rotary) if RotaryTable.serves(parts.rotary) else None
         self._are_lean = all(map(is_of_family, self.layers)) and self._try_lean()
         self._runs: list[AnyLayer] = [self.lean(layer) for layer in self.layers]
+        self._layer_runs: dict[tuple[int, int], LayerRun] = {}
+        self._lean_norm = type(cast(Any, self.layers[0]).input_layernorm) if self._are_lean else None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -116,7 +120,7 @@ class Backbone:
         twin = copy.copy(self)
         twin.layers = [row_invariant(layer) for layer in self.layers]
         twin._runs = list(twin.layers)
-        twin._are_lean = False
+        twin._are_lean, twin._lean_norm = False, None
         twin._by_lm_head = TiledProduct(self._lm_head_product)
         twin.parts = self.parts._replace(
             project_in=self._tiled(self.parts.project_in), project_out=self._tiled(self.parts.project_out)
@@ -188,13 +192,14 @@ class Backbone:
 
         states = []
         for stop in stops:
-            layers, found = self._runs[start:stop], None
-            if self._are_lean and layers:
-                found = run_by_kernels(cast(list[LeanLayer], layers), start, hidden, rotary_of(layers[0]), attend)
+            found = None
+            if self._are_lean and start < stop:
+                run = self._layer_run(start, stop)
+                found = run_by_kernels(run, start, hidden, rotary_of(self._runs[start]), attend)
             if found is not None:
                 hidden = found
             else:
-                for index, layer in enumerate(layers, start):
+                for index, layer in enumerate(self._runs[start:stop], start):
                     hidden = self._run_layer(layer, index, hidden, positions, rotary_of(layer), attend)
             states.append(hidden)
             start = stop
@@ -211,7 +216,7 @@ class Backbone:
         """One decoder layer of an exit head's own."""
         rotary = self._rotary(hidden, positions, block)
         if isinstance(block, LeanLayer):
-            found = run_by_kernels([block], kv_layer, hidden, rotary, attend)
+            found = run_by_kernels(block.alone, kv_layer, hidden, rotary, attend)
             if found is not None:
                 return found
         return self._run_layer(block, kv_layer, hidden, positions, rotary, attend)
@@ -225,7 +230,12 @@ class Backbone:
 
     def final_norm(self, hidden: Tensor) -> Tensor:
         """The base's final state, `[..., D]` to `[..., D]`; the identity where the base has no final norm."""
-        return hidden if self.parts.final_norm is None else self.parts.final_norm(hidden)
+        return hidden if self.parts.final_norm is None else self.norm(self.parts.final_norm, hidden)
+
+    def norm(self, module: nn.Module, hidden: Tensor) -> Tensor:  # [..., D] -> [..., D]
+        """`module(hidden)` of the final norm or a copy of it; where nothing is trained by fewer operations."""
+        is_lean = type(module) is self._lean_norm and not torch.is_grad_enabled()
+        return rms_norm(module, hidden) if is_lean and module.weight.dtype == hidden.dtype else module(hidden)
 
     def logits(
         self,
@@ -285,6 +295,11 @@ class Backbone:
             return nn.LayerNorm(self.hidden_size, dtype=self.dtype, device=self.device)
         return plain_copy(norm, self.dtype, self.device).requires_grad_(True)
 
+    def _layer_run(self, start: int, stop: int) -> LayerRun:
+        if (start, stop) not in self._layer_runs:
+            self._layer_runs[start, stop] = LayerRun(cast(list[LeanLayer], self._runs[start:stop]))
+        return self._layer_runs[start, stop]
+
     def _rotary_type(self, layer: Any) -> str | None:
         return str(layer.self_attn.layer_type) if self.parts.rotary_by_layer_type else None
 
@@ -292,6 +307,8 @@ class Backbone:
         """What turns queries and keys, in the form that `layer` takes."""
         if self.parts.rotary is None:
             return None
+        if self._rotary_table is not None and positions.device.type == "cpu" and isinstance(layer, LeanLayer):
+            return self._rotary_table(hidden, positions)
         layer_type = self._rotary_type(layer)
         extra = {} if layer_type is None else {"layer_type": layer_type}
         rotary = self.parts.rotary(hidden, position_ids=positions.unsqueeze(0), **extra)

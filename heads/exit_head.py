@@ -98,7 +98,7 @@ class ExitHead(nn.Module):
         if self.has_block:
             block = self._blocks[0] if is_training else self._lean[0]
             hidden = self._backbone.run_block(block, self.kv_layer, hidden, positions, attend)
-        return self._backbone.final_norm(hidden) if self.norm is None else self.norm(hidden)
+        return self._backbone.final_norm(hidden) if self.norm is None else self._backbone.norm(self.norm, hidden)
 
     def products(self) -> Iterator[Product]:
         """Those of its own weights, by which it computes where nothing is trained."""

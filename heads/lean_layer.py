@@ -8,8 +8,8 @@ it, by `kernels`.
 T tokens side by side; D hidden size; H query heads, Hkv key heads, Dh head size.
 """
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,9 @@ from transformers.activations import SiLUActivation
 
 from .attention import DenseAttention
 from .fused_linear import FusedPart
-from .kernels import MAX_TILED_ROWS, Heads, Layer, Linear, find_kernels, pointer
+from .kernels import MAX_TILED_ROWS, Heads, Layer, Linear, find_kernels
+from .product import Product
+from .rotary import Rotary
 
 if TYPE_CHECKING:
     from .backbone import Attend
@@ -28,33 +30,6 @@ FAMILY = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen
 
 TRIAL_LENGTHS = (5, MAX_TILED_ROWS + 1)
 """Tokens of the sequences over which a layer is tried: few, as kernels take, and more."""
-
-
-class Rotary(NamedTuple):
-    """By how much each position turns queries and keys."""
-
-    cos: Tensor  # [T, 1, Dh]
-    sin: Tensor  # [T, 1, Dh], its first half negated
-
-    @classmethod
-    def of(cls, cos: Tensor, sin: Tensor) -> "Rotary":  # [1, T, Dh] each, as the library has them
-        """From the library's own."""
-        first, second = sin.chunk(2, dim=-1)
-        return cls(cos.transpose(0, 1), torch.cat([-first, second], dim=-1).transpose(0, 1))
-
-    def turn(self, heads: Tensor) -> Tensor:  # [T, any number of heads, Dh]
-        """`heads * cos + rotate_half(heads) * sin`."""
-        return heads.mul(self.cos).add_(heads.roll(heads.shape[-1] // 2, -1).mul_(self.sin))
-
-
-class _Description(NamedTuple):
-    """A layer as kernels take it."""
-
-    made_of: tuple[Any, ...]
-    layer: Layer | None
-    max_rows: int
-    linears: tuple[Linear, ...]
-    """Of its products, as these told them."""
 
 
 class LeanLayer:
@@ -81,12 +56,12 @@ class LeanLayer:
         self.window: int | None = window
         self._is_silu = isinstance(self._activation, (nn.SiLU, SiLUActivation))
         self._fused = (self._qkv, self._output, self._gate_up, self._down)
-        self._products = [fused.product for fused in self._fused]
-        self._tensors: list[dict[str, nn.Parameter | None]] = [
+        self.parameters: list[dict[str, nn.Parameter | None]] = [
             *(fused.first_parameters for fused in self._fused),
             *(norm._parameters for norm in self._norms if norm is not None),
         ]
-        self._described: _Description | None = None
+        """What it computes with, by module."""
+        self.alone = LayerRun([self])
 
     def __call__(
         self,
@@ -103,54 +78,91 @@ class LeanLayer:
             kernels is not None
             and hidden.shape[1] <= MAX_TILED_ROWS
             and kernels.takes(hidden)
-            and (layer := self.describe(hidden, rotary)) is not None
+            and (alone := self.alone.describe(hidden, rotary)) is not None
         ):
+            (layer,) = alone
             heads = kernels.before_attention(layer, hidden, *rotary)
             query, key, value = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
             attended = attend(kv_layer, query, key, value, **options)
             return kernels.after_attention(layer, hidden, attended)
-        heads = self._qkv(_rms_norm(self._norms[0], hidden)).view(hidden.shape[1], -1, self._head_dim)
+        heads = self._qkv(rms_norm(self._norms[0], hidden)).view(hidden.shape[1], -1, self._head_dim)
         q_norm, k_norm = self._norms[2:]
         if q_norm is None or k_norm is None:
             query, key, value = rotary.turn(heads[:, : num_heads + num_kv_heads]), None, heads[:, -num_kv_heads:]
             query, key = query[:, :num_heads], query[:, num_heads:]
         else:
             query, key, value = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
-            query, key = rotary.turn(_rms_norm(q_norm, query)), rotary.turn(_rms_norm(k_norm, key))
+            query, key = rotary.turn(rms_norm(q_norm, query)), rotary.turn(rms_norm(k_norm, key))
         attended = attend(kv_layer, query, key, value, **options)
         hidden = hidden + self._output(attended.reshape(1, hidden.shape[1], -1))
-        gate, up = self._gate_up(_rms_norm(self._norms[1], hidden)).chunk(2, dim=-1)
+        gate, up = self._gate_up(rms_norm(self._norms[1], hidden)).chunk(2, dim=-1)
         return hidden + self._down(self._activation(gate).mul_(up))
 
-    def describe(self, hidden: Tensor, rotary: Rotary) -> Layer | None:
-        """The layer as kernels take it; None where they do not: too many rows, another activation, other types than the
-        states', heads that are turned in part."""
-        described = self._described
-        places = [pointer(tensor) for tensors in self._tensors for tensor in tensors.values()]
-        made_of = hidden.dtype, rotary.cos.dtype, rotary.cos.shape[-1], *places
-        # Cheaply told: it is asked at every layer of every pass.
-        if described is None or described.made_of != made_of or not self._tell(described.linears):
-            products = tuple(fused.product for fused in self._fused)
-            linears = products[0].linear(), products[1].linear(), products[2].linear(), products[3].linear()
-            norms = [None if norm is None else norm.weight for norm in self._norms]
-            weights = [tensor for product in products for tensor in (product.weight, product.bias)]
-            tensors = [*weights, *norms, rotary.cos, rotary.sin]
-            are_alike = all(tensor is None or tensor.dtype == hidden.dtype for tensor in tensors)
-            layer = None
-            if self._is_silu and are_alike and rotary.cos.shape[-1] == self._head_dim:
-                eps = [0.0 if norm is None else norm.variance_epsilon for norm in self._norms]
-                heads = Heads(self._num_heads, self._num_kv_heads, self._head_dim)
-                layer = Layer.of(linears, norms, eps, heads, window=self.window, scaling=self._scaling)
-            max_rows = min(product.max_native_rows for product in products)
-            described = self._described = _Description(made_of, layer, max_rows, linears)
-        return described.layer if hidden.shape[1] <= described.max_rows else None
+    @property
+    def products(self) -> list[Product]:
+        """Its four."""
+        return [fused.product for fused in self._fused]
 
-    def _tell(self, linears: Iterable[Linear]) -> bool:
-        return all(product.tells(linear) for product, linear in zip(self._products, linears, strict=True))
+    def tell(self, dtype: torch.dtype, rotary: Rotary) -> Layer | None:
+        """The layer as kernels take it; None where they do not: another activation, other types than the states'
+        `dtype`, heads that are turned in part."""
+        products = self.products
+        norms = [None if norm is None else norm.weight for norm in self._norms]
+        weights = [tensor for product in products for tensor in (product.weight, product.bias)]
+        are_alike = all(tensor is None or tensor.dtype == dtype for tensor in (*weights, *norms, *rotary))
+        if not self._is_silu or not are_alike or rotary.cos.shape[-1] != self._head_dim:
+            return None
+        eps = [0.0 if norm is None else norm.variance_epsilon for norm in self._norms]
+        heads = Heads(self._num_heads, self._num_kv_heads, self._head_dim)
+        linears = products[0].linear(), products[1].linear(), products[2].linear(), products[3].linear()
+        return Layer.of(linears, norms, eps, heads, window=self.window, scaling=self._scaling)
+
+
+class LayerRun:
+    """Layers that run one after the other, as kernels take them: told once, and anew when a tensor has changed."""
+
+    def __init__(self, layers: Sequence[LeanLayer]) -> None:
+        self._layers = layers
+        self._parameters: list[dict[str, nn.Parameter | None]] = []
+        self._made_of: list[Any] = []
+        self._products: list[Product] = []
+        self._linears: list[Linear | None] = []
+        self._watched: list[Tensor] = []
+        self._versions: list[int] = []
+        self._told: list[Layer] | None = None
+        self._max_rows = 0
+
+    def describe(self, hidden: Tensor, rotary: Rotary) -> list[Layer] | None:  # hidden: [1, T, D]
+        """The layers for these states; None where kernels do not take one of them, or so many rows."""
+        # Cheaply told, tensor by tensor of all layers: it is asked in every pass.
+        made_of = [hidden.dtype, rotary.cos.dtype, rotary.cos.shape[-1]]
+        made_of += [
+            tensor.data_ptr() for tensors in self._parameters for tensor in tensors.values() if tensor is not None
+        ]
+        if (
+            made_of != self._made_of
+            or [product.told for product in self._products] != self._linears
+            or [tensor._version for tensor in self._watched] != self._versions
+        ):
+            self._tell(hidden.dtype, rotary)
+        return self._told if hidden.shape[1] <= self._max_rows else None
+
+    def _tell(self, dtype: torch.dtype, rotary: Rotary) -> None:
+        self._products = [product for layer in self._layers for product in layer.products]
+        told = [layer.tell(dtype, rotary) for layer in self._layers]
+        known = [layer for layer in told if layer is not None]
+        self._told = known if len(known) == len(told) else None
+        self._max_rows = min(product.max_native_rows for product in self._products)
+        self._linears = [product.told for product in self._products]
+        self._watched = [product.weight for product in self._products if not product.weight.is_inference()]
+        self._versions = [tensor._version for tensor in self._watched]
+        self._parameters = [tensors for layer in self._layers for tensors in layer.parameters]
+        places = [tensor.data_ptr() for tensors in self._parameters for tensor in tensors.values() if tensor is not None]
+        self._made_of = [dtype, rotary.cos.dtype, rotary.cos.shape[-1], *places]
 
 
 def run_by_kernels(
-    layers: list[LeanLayer],
+    layers: LayerRun,
     first_kv_layer: int,  # of the first layer; the next ones follow
     hidden: Tensor,  # [1, T, D]
     rotary: Rotary,
@@ -160,16 +172,14 @@ def run_by_kernels(
     kernels, pages = find_kernels(), getattr(attend, "pages", None)
     if kernels is None or pages is None or pages.pools.dtype != hidden.dtype or not kernels.takes(hidden):
         return None
-    described = []
-    for layer in layers:
-        if (one := layer.describe(hidden, rotary)) is None:
-            return None
-        described.append(one)
+    described = layers.describe(hidden, rotary)
+    if described is None:
+        return None
     return kernels.run_layers(described, first_kv_layer, hidden, rotary.cos, rotary.sin, pages)
 
 
-def _rms_norm(norm: Any, hidden: Tensor) -> Tensor:
-    """`norm(hidden)` of the library's class, which scales in the input's own type."""
+def rms_norm(norm: Any, hidden: Tensor) -> Tensor:
+    """`norm(hidden)`, without gradients, of the library's class, which scales in the input's own type."""
     normed = F.rms_norm(hidden.float(), hidden.shape[-1:], None, norm.variance_epsilon)
     return normed.to(hidden.dtype).mul_(norm.weight)
 

@@ -41,7 +41,8 @@ class Product:
         self._packed: Tensor | Compact | None = None
         self._packed_from: TensorState | None = None
         self._rounds = False
-        self._linear: Linear | None = None
+        self.told: Linear | None = None
+        """What `linear` told last; None where it would tell something else."""
         self._linear_from: tuple[TensorState, ...] = ()
         self._measured: FormTables = {}
         self._table = self._choose_table()
@@ -88,17 +89,12 @@ class Product:
     def linear(self) -> Linear:
         """As our own kernels take it: the weight itself, or its shorter copy; the same object while that stands."""
         state = tensor_state(self.weight), *(() if self.bias is None else (tensor_state(self.bias),))
-        if self._linear is None or self._linear_from != state:
+        if self.told is None or self._linear_from != state:
             if isinstance(self._packed, Compact):
                 self.pack(rounds=self._rounds)
-            self._linear = self._make_linear(packed=True)
+            self.told = self._make_linear(packed=True)
             self._linear_from = state
-        return self._linear
-
-    def tells(self, linear: Linear) -> bool:
-        """Whether it is what `linear` told last, and the weight has not been written to since."""
-        is_written = not self.weight.is_inference() and self.weight._version != self._linear_from[0][1]
-        return self._linear is linear and not is_written
+        return self.told
 
     def _make_linear(self, *, packed: bool) -> Linear:
         bias = None if self.bias is None else self.bias.detach().contiguous()
@@ -158,7 +154,7 @@ class Product:
         it, see `half_weight`. With `rounds` also where they do not: for what drafts, which may be anything.
         """
         self._rounds = rounds
-        self._linear = None
+        self.told = None
         self._packed = block_weight(self.weight) or half_weight(self.weight, rounds=rounds)
         if self._packed is None and self.weight.device.type == "cpu" and can_pack(self.weight.dtype):
             self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), PACKED_FOR)

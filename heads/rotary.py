@@ -1,0 +1,60 @@
+"""By how much a position turns queries and keys: Su et al., RoFormer (arXiv 2104.09864).
+
+T tokens side by side; N positions; Dh head size.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+FIRST_LENGTH = 256
+"""Positions of a table at first."""
+
+
+class Rotary(NamedTuple):
+    """By how much each position turns queries and keys."""
+
+    cos: Tensor  # [T, 1, Dh]
+    sin: Tensor  # [T, 1, Dh], its first half negated
+
+    @classmethod
+    def of(cls, cos: Tensor, sin: Tensor) -> "Rotary":  # [1, T, Dh] each, as the library has them
+        """From the library's own."""
+        first, second = sin.chunk(2, dim=-1)
+        return cls(cos.transpose(0, 1), torch.cat([-first, second], dim=-1).transpose(0, 1))
+
+    def turn(self, heads: Tensor) -> Tensor:  # [T, any number of heads, Dh]
+        """`heads * cos + rotate_half(heads) * sin`."""
+        return heads.mul(self.cos).add_(heads.roll(heads.shape[-1] // 2, -1).mul_(self.sin))
+
+
+class RotaryTable:
+    """What the library's rotary embedding says to each position, asked once: it takes as long as some small products.
+
+    On a CPU, where the frequencies do not depend on how long the text is.
+    """
+
+    def __init__(self, embedding: Any) -> None:
+        self._embedding = embedding
+        self._rows: Rotary | None = None
+        self._made_of: tuple[Any, ...] = ()
+
+    @staticmethod
+    def serves(embedding: Any) -> bool:
+        """Whether a module of the library turns a position alike in every text."""
+        rope_type = getattr(embedding, "rope_type", None)
+        return isinstance(rope_type, str) and "dynamic" not in rope_type and rope_type != "longrope"
+
+    def __call__(self, hidden: Tensor, positions: Tensor) -> Rotary:  # [1, T, D], [T] int64
+        """For these positions, in the type of `hidden`."""
+        frequencies = self._embedding.inv_freq
+        made_of = hidden.dtype, frequencies.data_ptr(), frequencies.dtype
+        last = int(positions.max())
+        if self._rows is None or self._made_of != made_of or last >= len(self._rows.cos):
+            length = max(FIRST_LENGTH, 1 << last.bit_length())
+            everywhere = torch.arange(length, device=hidden.device).unsqueeze(0)
+            self._rows = Rotary.of(*self._embedding(hidden, position_ids=everywhere))
+            self._made_of = made_of
+        return Rotary(self._rows.cos.index_select(0, positions), self._rows.sin.index_select(0, positions))
