@@ -84,15 +84,11 @@ class AdaptiveExits:
 
     def _choose(self, sequences: list[Sequence], rows: list[Rows]) -> list[int]:
         """The rows' own choices, or draws from them where the rule is rejection."""
-        token_ids = [0] * len(rows)
-        for by_rejection in (False, True):
-            chosen = [b for b, sequence in enumerate(sequences) if sequence.uses_rejection == by_rejection]
-            if not chosen:
-                continue
-            parts = [rows[b].probs if by_rejection else rows[b].ids for b in chosen]
-            values = torch.cat([part for part in parts if part is not None])
-            if by_rejection:
-                values = draw(values, torch.rand(len(chosen), generator=self._generator).to(values.device))
-            for b, token_id in zip(chosen, values.tolist(), strict=True):
+        token_ids = [row.ids[0] for row in rows]
+        rejecting = [b for b, sequence in enumerate(sequences) if sequence.uses_rejection]
+        if rejecting:
+            probs = torch.cat([part for b in rejecting if (part := rows[b].probs) is not None])
+            drawn = draw(probs, torch.rand(len(rejecting), generator=self._generator).to(probs.device))
+            for b, token_id in zip(rejecting, drawn.tolist(), strict=True):
                 token_ids[b] = token_id
         return token_ids

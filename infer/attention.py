@@ -161,19 +161,15 @@ class PagedAttention:
 
     @cached_property
     def _places(self) -> Places:
-        lengths = [span.stop - span.start for span in self._spans]
-        sequences = np.repeat(np.arange(len(lengths)), lengths)
-        positions = np.concatenate([np.arange(span.start, span.stop) for span in self._spans])
-        num_blocks = max(len(span.block_table) for span in self._spans)
-        tables = np.zeros((len(lengths), num_blocks), dtype=np.int64)
-        for row, span in zip(tables, self._spans, strict=True):
-            row[: len(span.block_table)] = span.block_table
-        return Places.of(
-            torch.from_numpy(sequences),
-            torch.from_numpy(positions),
-            torch.from_numpy(tables),
-            self._kv_cache.block_size,
-        )
+        spans = self._spans
+        sequences = [number for number, span in enumerate(spans) for _ in range(span.start, span.stop)]
+        positions = [position for span in spans for position in range(span.start, span.stop)]
+        num_blocks = max(len(span.block_table) for span in spans)
+        tables = [block for span in spans for block in span.block_table + [0] * (num_blocks - len(span.block_table))]
+        # One tensor of all: many small ones take longer than what is in them.
+        numbers = torch.tensor([*sequences, *positions, *tables])
+        rows, rest = numbers[: 2 * len(positions)].view(2, -1), numbers[2 * len(positions) :]
+        return Places.of(rows[0], rows[1], rest.view(len(spans), -1), self._kv_cache.block_size)
 
     @cached_property
     def _slots(self) -> Tensor | slice:

@@ -265,13 +265,16 @@ class Hierarchy:
     ) -> tuple[list[int], list[int]]:  # num_accepted, next_ids
         """Apply each sequence's rule; without drafts this draws the next token."""
         num_accepted, next_ids = [0] * len(sequences), [0] * len(sequences)
-        for by_rejection in (False, True):
-            chosen = [b for b, sequence in enumerate(sequences) if sequence.uses_rejection == by_rejection]
-            if not chosen:
-                continue
-            verify = self._reject if by_rejection else _compare
-            accepted, following = verify([drafts[b] for b in chosen], [rows[b] for b in chosen])
-            for b, number, token_id in zip(chosen, accepted.tolist(), following.tolist(), strict=True):
+        rejecting = []
+        for b, sequence in enumerate(sequences):
+            if sequence.uses_rejection:
+                rejecting.append(b)
+            else:
+                draft_ids = [proposal.token_id for proposal in drafts[b]]
+                num_accepted[b], next_ids[b] = verify_by_equality(draft_ids, rows[b].ids)
+        if rejecting:
+            accepted, following = self._reject([drafts[b] for b in rejecting], [rows[b] for b in rejecting])
+            for b, number, token_id in zip(rejecting, accepted.tolist(), following.tolist(), strict=True):
                 num_accepted[b], next_ids[b] = number, token_id
         return num_accepted, next_ids
 
@@ -321,12 +324,6 @@ def _commit(
     values, ids = logprobs.topk(min(number, logprobs.shape[-1]), dim=-1)
     for logprob, top_ids, top in zip(chosen.tolist(), ids.tolist(), values.tolist(), strict=True):
         sequence.logprobs.append(Logprob(logprob, dict(zip(top_ids, top, strict=True))))
-
-
-def _compare(drafts: list[list[Proposal]], rows: list[Rows]) -> tuple[Tensor, Tensor]:
-    target_ids = torch.nn.utils.rnn.pad_sequence([row.ids for row in rows if row.ids is not None], batch_first=True)
-    ids, num_drafted = _pad_ids(drafts, target_ids.shape[1] - 1, target_ids.device)
-    return verify_by_equality(ids, target_ids, num_drafted)
 
 
 def _pad_ids(drafts: list[list[Proposal]], length: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -3,7 +3,9 @@
 R packed rows; V vocabulary; V_d draft vocabulary.
 """
 
+import math
 from collections.abc import Sequence as Items
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -17,7 +19,7 @@ from .transfer import to_device
 class Rows(NamedTuple):
     """What a level says at some positions, for one sequence."""
 
-    ids: Tensor | None  # [R] int64, its choice, where the rule is equality
+    ids: list[int]  # R of them, its choice; they mean nothing where the rule is rejection
     probs: Tensor | None  # [R, V] float32, where the rule is rejection
     first_failure: int | None  # the first row that is not finite, as NaN or infinity; None where all are
     confidence: Tensor | None  # [R] float32, the highest probability of each row, where a policy asks
@@ -28,7 +30,7 @@ class Reading(NamedTuple):
 
     ids: Tensor  # [R] int64, its choice; means nothing where the rule is rejection
     probs: Tensor | None  # [R, V] float32; None where all rows are greedy
-    is_finite: Tensor  # [R] bool
+    highest: Tensor  # [R], the highest logit, which is finite where the row is
     confidence: Tensor | None  # [R] float32, as in `Rows`
 
 
@@ -90,15 +92,15 @@ class LogitsReader:
             logits = _process(logits, self._sequences, self._bounds, self._vocab_ids, self._token_ids)
         # Of equal logits the lowest id, as by argmax, which takes four times as long; NaN is greater than all.
         highest, ids = logits.max(-1)
-        is_finite = highest.isfinite()
         if self._vocab_ids is not None:
             ids = self._vocab_ids[ids]
-        needs_rows = self._asks_confidence or not self._is_greedy
-        if needs_rows and (self._never_waits or not is_finite.all()):
-            logits = logits.masked_fill(~is_finite.unsqueeze(-1), 0)
+        if self._asks_confidence or not self._is_greedy:
+            is_finite = highest.isfinite()
+            if self._never_waits or not is_finite.all():
+                logits = logits.masked_fill(~is_finite.unsqueeze(-1), 0)
         confidence = logits.float().softmax(-1).amax(-1) if self._asks_confidence else None
         if self._is_greedy:
-            return Reading(ids, None, is_finite, confidence)
+            return Reading(ids, None, highest, confidence)
         parts = zip(logits.split(self._num_rows), self._settings, strict=True)
         probs_of = [to_probs(part, *settings) for part, settings in parts]
         probs = probs_of[0] if len(probs_of) == 1 else torch.cat(probs_of)
@@ -107,7 +109,7 @@ class LogitsReader:
             probs = whole.index_copy_(1, self._vocab_ids, probs)
         for rows, noise in self._coupled:
             ids[rows] = (probs[rows].log() + noise).argmax(-1)
-        return Reading(ids, probs, is_finite, confidence)
+        return Reading(ids, probs, highest, confidence)
 
 
 def read_logits(
@@ -130,21 +132,18 @@ def read_logits(
         asks_confidence=asks_confidence,
         one_by_one=one_by_one,
     )
-    ids, probs, is_finite, confidence = reader(logits)
+    ids, probs, highest, confidence = reader(logits)
     counts = [stop - start for start, stop in bounds]
-    failures: list[int | None] = [None] * len(sequences)
-    if not is_finite.all():
-        failures = [_first_false(part) for part in is_finite.split(counts)]
     nothing: list[Tensor | None] = [None] * len(sequences)
-    ids_of = ids.split(counts)
     probs_of: Items[Tensor | None] = nothing if probs is None else probs.split(counts)
     confidence_of: Items[Tensor | None] = nothing if confidence is None else confidence.split(counts)
-    return [
-        Rows(None, probs_of[b], failures[b], confidence_of[b])
-        if sequence.uses_rejection
-        else Rows(ids_of[b], None, failures[b], confidence_of[b])
-        for b, sequence in enumerate(sequences)
-    ]
+    all_ids, are_finite = ids.tolist(), [math.isfinite(value) for value in highest.tolist()]
+    rows = []
+    for b, (sequence, (start, stop)) in enumerate(zip(sequences, pairwise(accumulate(counts, initial=0)), strict=True)):
+        failure = None if all(are_finite[start:stop]) else are_finite.index(False, start) - start
+        own_probs = probs_of[b] if sequence.uses_rejection else None
+        rows.append(Rows(all_ids[start:stop], own_probs, failure, confidence_of[b]))
+    return rows
 
 
 def _process(
@@ -183,8 +182,3 @@ def _noise(
 def _seed(sequence: Sequence) -> int:
     assert sequence.params.seed is not None
     return sequence.params.seed
-
-
-def _first_false(values: Tensor) -> int | None:
-    flags: list[bool] = values.tolist()
-    return None if all(flags) else flags.index(False)

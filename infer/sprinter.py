@@ -16,6 +16,7 @@ from .logits_reader import read_logits
 from .model_runner import ModelRunner
 from .sequence import Proposal, Sequence
 from .stats import timed
+from .transfer import to_device
 
 
 class Sprinter:
@@ -52,15 +53,15 @@ class Sprinter:
         state, logits = runner.score_exit(0, sequences, [start for start, _ in bounds])
         vocab_ids = runner.vocab_ids(0)
         rows = self._read(logits, sequences, bounds, vocab_ids)
-        ids = torch.cat([row.ids for row in rows if row.ids is not None])
+        ids = [token_id for row in rows for token_id in row.ids]
         # No comparison holds for NaN: a token from such a row is doubted.
         is_trusted = self._verifier(state, logits) >= self._threshold
         if any(sequence.logits_processor is not None for sequence in sequences):
             # Of a token that a penalty or a ban has put in the place of the exit's own, the verifier knows nothing.
             own = logits.argmax(-1)
-            is_trusted &= ids == (own if vocab_ids is None else vocab_ids[own])
+            is_trusted &= to_device(ids, own.device) == (own if vocab_ids is None else vocab_ids[own])
         going_on = []
-        for sequence, token_id, trusted in zip(sequences, ids.tolist(), is_trusted.tolist(), strict=True):
+        for sequence, token_id, trusted in zip(sequences, ids, is_trusted.tolist(), strict=True):
             sequence.stats.levels[runner.levels[0].name].num_rounds += 1
             if not trusted:
                 sequence.proposed[-1].append(Proposal(token_id, None, 1.0, 0))

@@ -175,4 +175,4 @@ class TreeVerifier:
             rows = to_device(rejecting, logits.device)
             uniforms = to_device(torch.rand(len(rejecting), generator=self._generator), logits.device)
             reading.ids[rows] = draw(reading.probs[rows], uniforms)
-        return reading.ids, reading.is_finite
+        return reading.ids, reading.highest.isfinite()

@@ -1,4 +1,4 @@
-"""The acceptance rule, the same at every level. Tensors in, tensors out.
+"""The acceptance rule, the same at every level.
 
 B sequences, K drafted tokens at most, V vocabulary. What leaves a level by either rule is distributed exactly as that
 level's own distribution, so rules compose: the next level takes these probabilities as its `draft_probs`.
@@ -38,13 +38,17 @@ def verify_by_rejection(
 
 
 def verify_by_equality(
-    draft_ids: Tensor,  # [B, K] int64
-    target_ids: Tensor,  # [B, K + 1] int64, the target's own choice at each position
-    num_drafted: Tensor,  # [B] int64, 0 to K
-) -> tuple[Tensor, Tensor]:  # num_accepted [B] int64, next_ids [B] int64
-    """Accept while the target would choose the same token: greedy decoding, and sampling with shared noise."""
-    num_accepted = _prefix_length(draft_ids == target_ids[:, :-1], num_drafted)
-    return num_accepted, target_ids.gather(1, num_accepted.unsqueeze(1)).squeeze(1)
+    draft_ids: list[int],  # K of them
+    target_ids: list[int],  # K + 1, the target's own choice at each position
+) -> tuple[int, int]:  # num_accepted, next_id
+    """Accept while the target would choose the same token: greedy decoding, and sampling with shared noise.
+
+    Of one sequence, on the host, where its tokens have to come anyway.
+    """
+    num_accepted = 0
+    while num_accepted < len(draft_ids) and draft_ids[num_accepted] == target_ids[num_accepted]:
+        num_accepted += 1
+    return num_accepted, target_ids[num_accepted]
 
 
 def _prefix_length(kept: Tensor, num_drafted: Tensor) -> Tensor:
