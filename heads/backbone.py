@@ -109,6 +109,11 @@ class Backbone:
         if self._lm_head_product is not None:
             yield self._lm_head_product
 
+    def follow_tensors(self) -> None:
+        """To be called when the base's tensors may have changed: our own kernels read them where they lay."""
+        for run in self._layer_runs.values():
+            run.follow()
+
     def row_invariant(self) -> "Backbone":
         """A backbone over the same tensors, packed copies included, whose rows do not depend on each other's number.
 
@@ -169,9 +174,11 @@ class Backbone:
         stop: int,  # exclusive
         positions: Tensor,  # [T] int64
         attend: Attend,
+        *,
+        norms: bool = False,  # whether to end with the final norm
     ) -> Tensor:  # [1, T, D]
         """Decoder layers `[start, stop)`."""
-        return self.run_through(hidden, start, [stop], positions, attend)[0]
+        return self.run_through(hidden, start, [stop], positions, attend, norms=norms)[0]
 
     def run_through(
         self,
@@ -180,6 +187,8 @@ class Backbone:
         stops: Sequence[int],  # exclusive, rising
         positions: Tensor,  # [T] int64
         attend: Attend,
+        *,
+        norms: bool = False,  # whether the last of them ends with the final norm
     ) -> list[Tensor]:  # [1, T, D] each
         """Decoder layers from `start` on; the states before each of `stops`."""
         rotaries: dict[str | None, Any] = {}
@@ -192,17 +201,16 @@ class Backbone:
 
         states = []
         for stop in stops:
-            found = None
+            norm, found = self.parts.final_norm if norms and stop == stops[-1] else None, None
             if self._are_lean and start < stop:
-                run = self._layer_run(start, stop)
-                found = run_by_kernels(run, start, hidden, rotary_of(self._runs[start]), attend)
-            if found is not None:
-                hidden = found
-            else:
+                run, rotary = self._layer_run(start, stop), rotary_of(self._runs[start])
+                found = self._by_kernels(run, start, hidden, rotary, attend, norm)
+            if found is None:
                 for index, layer in enumerate(self._runs[start:stop], start):
                     hidden = self._run_layer(layer, index, hidden, positions, rotary_of(layer), attend)
-            states.append(hidden)
-            start = stop
+                found = hidden if norm is None else self.norm(norm, hidden)
+            states.append(found)
+            hidden, start = found, stop
         return states
 
     def run_block(
@@ -212,14 +220,15 @@ class Backbone:
         hidden: Tensor,  # [1, T, D]
         positions: Tensor,  # [T] int64
         attend: Attend,
+        norm: nn.Module,  # of what it gives, see `norm`
     ) -> Tensor:  # [1, T, D]
-        """One decoder layer of an exit head's own."""
+        """One decoder layer of an exit head's own, and the head's norm."""
         rotary = self._rotary(hidden, positions, block)
         if isinstance(block, LeanLayer):
-            found = run_by_kernels(block.alone, kv_layer, hidden, rotary, attend)
+            found = self._by_kernels(block.alone, kv_layer, hidden, rotary, attend, norm)
             if found is not None:
                 return found
-        return self._run_layer(block, kv_layer, hidden, positions, rotary, attend)
+        return self.norm(norm, self._run_layer(block, kv_layer, hidden, positions, rotary, attend))
 
     @property
     def row_step(self) -> int:
@@ -234,8 +243,19 @@ class Backbone:
 
     def norm(self, module: nn.Module, hidden: Tensor) -> Tensor:  # [..., D] -> [..., D]
         """`module(hidden)` of the final norm or a copy of it; where nothing is trained by fewer operations."""
-        is_lean = type(module) is self._lean_norm and not torch.is_grad_enabled()
-        return rms_norm(module, hidden) if is_lean and module.weight.dtype == hidden.dtype else module(hidden)
+        return rms_norm(module, hidden) if self._is_lean_norm(module, hidden) else module(hidden)
+
+    def _is_lean_norm(self, module: Any, hidden: Tensor) -> bool:
+        is_known = type(module) is self._lean_norm and module.weight.dtype == hidden.dtype
+        return is_known and not torch.is_grad_enabled()
+
+    def _by_kernels(
+        self, run: LayerRun, kv_layer: int, hidden: Tensor, rotary: Any, attend: Attend, norm: nn.Module | None
+    ) -> Tensor | None:
+        """What `run_by_kernels` gives, normed."""
+        lean_norm = norm if self._is_lean_norm(norm, hidden) else None
+        found = run_by_kernels(run, kv_layer, hidden, rotary, attend, lean_norm)
+        return found if found is None or norm is lean_norm else self.norm(cast(nn.Module, norm), found)
 
     def logits(
         self,
@@ -297,7 +317,7 @@ class Backbone:
 
     def _layer_run(self, start: int, stop: int) -> LayerRun:
         if (start, stop) not in self._layer_runs:
-            self._layer_runs[start, stop] = LayerRun(cast(list[LeanLayer], self._runs[start:stop]))
+            self._layer_runs[start, stop] = LayerRun(cast(list[LeanLayer], self._runs[start:stop]), watches=False)
         return self._layer_runs[start, stop]
 
     def _rotary_type(self, layer: Any) -> str | None:

@@ -128,6 +128,7 @@ class EarlyExitModel(nn.Module):
 
     def refresh_draft_vocab(self) -> None:
         """Gather the LM head's rows anew after the heads' `draft_vocab_ids` or the base's tensors have moved."""
+        self.backbone.follow_tensors()
         self._rows[:] = [
             None if head.draft_vocab_ids is None else self.backbone.lm_head_rows(head.draft_vocab_ids)
             for head in self.exit_heads
@@ -138,6 +139,7 @@ class EarlyExitModel(nn.Module):
 
     def follow_tensors(self) -> None:
         """Make the copies of weights anew, gathered or packed, where somebody has written to the base or the heads."""
+        self.backbone.follow_tensors()
         state = self._tensor_state()
         if state != self._state:
             self.refresh_draft_vocab()

@@ -97,7 +97,8 @@ class ExitHead(nn.Module):
             hidden = hidden + F.silu(self.mlp(hidden) if is_training else self._by_mlp(hidden))
         if self.has_block:
             block = self._blocks[0] if is_training else self._lean[0]
-            hidden = self._backbone.run_block(block, self.kv_layer, hidden, positions, attend)
+            assert self.norm is not None
+            return self._backbone.run_block(block, self.kv_layer, hidden, positions, attend, self.norm)
         return self._backbone.final_norm(hidden) if self.norm is None else self._backbone.norm(self.norm, hidden)
 
     def products(self) -> Iterator[Product]:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from .kernel_library import find_library
+from .rotary import Rotary
 
 MAX_ROWS = 16
 """Rows for which these kernels are fastest, of a weight that the library multiplies by in the same type."""
@@ -121,6 +122,34 @@ class Places(ctypes.Structure):
         return places
 
 
+class Layers:
+    """Layers that run one after the other."""
+
+    def __init__(self, layers: list[Layer]) -> None:
+        self.layers = layers
+        self.places = (c_void_p * len(layers))(*map(ctypes.addressof, layers))
+
+
+class _Rotary(ctypes.Structure):
+    _fields_ = (("cosines", c_void_p), ("sines", c_void_p), ("places", c_void_p))
+
+
+class Norm(ctypes.Structure):
+    """An RMS norm of rows."""
+
+    _fields_ = (("weight", c_void_p), ("eps", c_float))
+
+    @classmethod
+    def of(cls, weight: Tensor, eps: float) -> "Norm":  # weight: [D]
+        """From its weight, which is kept."""
+        norm = cls(weight.data_ptr(), eps)
+        norm.tensor = weight
+        return norm
+
+
+_NO_NORM = Norm()
+
+
 class Pools:
     """Where the keys and values of all layers are kept: `[N * S, Hkv, Dh]` each, all of a type."""
 
@@ -159,7 +188,7 @@ class Kernels:
         self._kinds = _KINDS | (_TILE_KINDS if self.uses_tiles else {})
         plan = {
             "product": [c_void_p] * 3 + [c_int64] * 2,
-            "before_attention": [c_void_p] * 5 + [c_int64] * 2,
+            "before_attention": [c_void_p] * 4 + [c_int64] * 2,
             "after_attention": [c_void_p] * 4 + [c_int64] * 2,
             "run_layers": [c_void_p, c_int64] + [c_void_p] * 4 + [c_int64] * 2,
             "paged_attention": [c_void_p] * 8 + [c_int64, c_float, c_void_p] + [c_int64] * 2,
@@ -225,18 +254,16 @@ class Kernels:
         self,
         layer: Layer,
         states: Tensor,  # [1, T, D]
-        cosines: Tensor,  # [T, 1, Dh]
-        sines: Tensor,  # [T, 1, Dh], its first half negated
+        rotary: Rotary,
     ) -> Tensor:  # [T, H + 2 * Hkv, Dh]
         """Queries, keys and values, the first two turned."""
-        states, cosines, sines = states.contiguous(), cosines.contiguous(), sines.contiguous()
+        states = states.contiguous()
         num_rows, head_dim = states.shape[1], layer.heads.head_dim
         heads = states.new_empty(num_rows, layer.qkv.num_outputs // head_dim, head_dim)
         self._functions["before_attention", states.dtype](
             ctypes.byref(layer),
             states.data_ptr(),
-            cosines.data_ptr(),
-            sines.data_ptr(),
+            ctypes.byref(_turns(rotary)),
             heads.data_ptr(),
             num_rows,
             torch.get_num_threads(),
@@ -264,15 +291,15 @@ class Kernels:
 
     def run_layers(
         self,
-        layers: list[Layer],
+        layers: Layers,
         first: int,  # whose keys and values are those of the first layer; the next ones follow
         states: Tensor,  # [1, T, D]
-        cosines: Tensor,  # [T, 1, Dh]
-        sines: Tensor,  # [T, 1, Dh], its first half negated
+        rotary: Rotary,
         pages: Pages,
+        norm: Norm | None = None,  # of what the last layer gives
     ) -> Tensor:  # [1, T, D]
         """Whole layers one after the other, each with the attention of `paged_attention`."""
-        states, cosines, sines = states.clone(), cosines.contiguous(), sines.contiguous()
+        states = states.clone()
         pools, places, new_blocks = pages
         offset = first * ctypes.sizeof(c_void_p)
         where = _Pages(
@@ -283,11 +310,11 @@ class Kernels:
             places,
         )
         self._functions["run_layers", states.dtype](
-            (c_void_p * len(layers))(*map(ctypes.addressof, layers)),
-            len(layers),
+            layers.places,
+            len(layers.places),
             ctypes.byref(where),
-            cosines.data_ptr(),
-            sines.data_ptr(),
+            ctypes.byref(_turns(rotary)),
+            ctypes.byref(norm or _NO_NORM),
             states.data_ptr(),
             states.shape[1],
             torch.get_num_threads(),
@@ -386,6 +413,10 @@ def _are_right(kernels: Kernels) -> bool:
 
 def _random(generator: torch.Generator, dtype: torch.dtype, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=generator, device="cpu").to(dtype)
+
+
+def _turns(rotary: Rotary) -> _Rotary:
+    return _Rotary(rotary.cos.data_ptr(), rotary.sin.data_ptr(), pointer(rotary.rows))
 
 
 def _heads_together(heads: Tensor) -> Tensor:

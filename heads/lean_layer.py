@@ -18,7 +18,7 @@ from transformers.activations import SiLUActivation
 
 from .attention import DenseAttention
 from .fused_linear import FusedPart
-from .kernels import MAX_TILED_ROWS, Heads, Layer, Linear, find_kernels
+from .kernels import MAX_TILED_ROWS, Heads, Layer, Layers, Norm, find_kernels
 from .product import Product
 from .rotary import Rotary
 
@@ -61,7 +61,7 @@ class LeanLayer:
             *(norm._parameters for norm in self._norms if norm is not None),
         ]
         """What it computes with, by module."""
-        self.alone = LayerRun([self])
+        self.alone = LayerRun([self], watches=True)
 
     def __call__(
         self,
@@ -80,8 +80,8 @@ class LeanLayer:
             and kernels.takes(hidden)
             and (alone := self.alone.describe(hidden, rotary)) is not None
         ):
-            (layer,) = alone
-            heads = kernels.before_attention(layer, hidden, *rotary)
+            (layer,) = alone.layers
+            heads = kernels.before_attention(layer, hidden, rotary)
             query, key, value = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
             attended = attend(kv_layer, query, key, value, **options)
             return kernels.after_attention(layer, hidden, attended)
@@ -109,7 +109,7 @@ class LeanLayer:
         products = self.products
         norms = [None if norm is None else norm.weight for norm in self._norms]
         weights = [tensor for product in products for tensor in (product.weight, product.bias)]
-        are_alike = all(tensor is None or tensor.dtype == dtype for tensor in (*weights, *norms, *rotary))
+        are_alike = all(tensor is None or tensor.dtype == dtype for tensor in (*weights, *norms, rotary.cos))
         if not self._is_silu or not are_alike or rotary.cos.shape[-1] != self._head_dim:
             return None
         eps = [0.0 if norm is None else norm.variance_epsilon for norm in self._norms]
@@ -121,44 +121,52 @@ class LeanLayer:
 class LayerRun:
     """Layers that run one after the other, as kernels take them: told once, and anew when a tensor has changed."""
 
-    def __init__(self, layers: Sequence[LeanLayer]) -> None:
+    def __init__(
+        self,
+        layers: Sequence[LeanLayer],
+        *,
+        watches: bool,  # look for changes whenever asked; else only after `follow`, for many tensors take their time
+    ) -> None:
         self._layers = layers
-        self._parameters: list[dict[str, nn.Parameter | None]] = []
-        self._made_of: list[Any] = []
+        self._watches = watches
+        self._is_followed = False
+        self._kind: tuple[Any, ...] = ()
+        self._parameters = [parameters for layer in layers for parameters in layer.parameters]
         self._products: list[Product] = []
-        self._linears: list[Linear | None] = []
-        self._watched: list[Tensor] = []
-        self._versions: list[int] = []
-        self._told: list[Layer] | None = None
+        self._weights: list[Tensor] = []
+        self._state: list[Any] = []
+        self._told: Layers | None = None
         self._max_rows = 0
 
-    def describe(self, hidden: Tensor, rotary: Rotary) -> list[Layer] | None:  # hidden: [1, T, D]
+    def follow(self) -> None:
+        """Look for changes when asked next."""
+        self._is_followed = False
+
+    def describe(self, hidden: Tensor, rotary: Rotary) -> Layers | None:  # hidden: [1, T, D]
         """The layers for these states; None where kernels do not take one of them, or so many rows."""
-        # Cheaply told, tensor by tensor of all layers: it is asked in every pass.
-        made_of = [hidden.dtype, rotary.cos.dtype, rotary.cos.shape[-1]]
-        made_of += [
-            tensor.data_ptr() for tensors in self._parameters for tensor in tensors.values() if tensor is not None
-        ]
-        if (
-            made_of != self._made_of
-            or [product.told for product in self._products] != self._linears
-            or [tensor._version for tensor in self._watched] != self._versions
-        ):
-            self._tell(hidden.dtype, rotary)
+        kind = hidden.dtype, rotary.cos.dtype, rotary.cos.shape[-1]
+        if kind != self._kind or not self._is_followed:
+            if kind != self._kind or self._find_state() != self._state:
+                self._tell(hidden.dtype, rotary)
+                self._kind, self._state = kind, self._find_state()
+            self._is_followed = not self._watches
         return self._told if hidden.shape[1] <= self._max_rows else None
 
+    def _find_state(self) -> list[Any]:
+        """What changes when a tensor is moved, written to or put in the place of another, or is packed."""
+        places = [
+            tensor.data_ptr() for tensors in self._parameters for tensor in tensors.values() if tensor is not None
+        ]
+        versions = [weight._version for weight in self._weights]
+        return [places, versions, [product.told for product in self._products]]
+
     def _tell(self, dtype: torch.dtype, rotary: Rotary) -> None:
-        self._products = [product for layer in self._layers for product in layer.products]
         told = [layer.tell(dtype, rotary) for layer in self._layers]
         known = [layer for layer in told if layer is not None]
-        self._told = known if len(known) == len(told) else None
+        self._told = Layers(known) if len(known) == len(told) else None
+        self._products = [product for layer in self._layers for product in layer.products]
+        self._weights = [product.weight for product in self._products if not product.weight.is_inference()]
         self._max_rows = min(product.max_native_rows for product in self._products)
-        self._linears = [product.told for product in self._products]
-        self._watched = [product.weight for product in self._products if not product.weight.is_inference()]
-        self._versions = [tensor._version for tensor in self._watched]
-        self._parameters = [tensors for layer in self._layers for tensors in layer.parameters]
-        places = [tensor.data_ptr() for tensors in self._parameters for tensor in tensors.values() if tensor is not None]
-        self._made_of = [dtype, rotary.cos.dtype, rotary.cos.shape[-1], *places]
 
 
 def run_by_kernels(
@@ -167,6 +175,7 @@ def run_by_kernels(
     hidden: Tensor,  # [1, T, D]
     rotary: Rotary,
     attend: "Attend",
+    norm: Any | None = None,  # of the library's class that `rms_norm` knows, of what the last layer gives
 ) -> Tensor | None:  # [1, T, D]
     """Layers one after the other in a single call; None where kernels do not take them with all their attention."""
     kernels, pages = find_kernels(), getattr(attend, "pages", None)
@@ -175,7 +184,8 @@ def run_by_kernels(
     described = layers.describe(hidden, rotary)
     if described is None:
         return None
-    return kernels.run_layers(described, first_kv_layer, hidden, rotary.cos, rotary.sin, pages)
+    by_norm = None if norm is None else Norm.of(norm.weight, norm.variance_epsilon)
+    return kernels.run_layers(described, first_kv_layer, hidden, rotary, pages, by_norm)
 
 
 def rms_norm(norm: Any, hidden: Tensor) -> Tensor:

@@ -1,10 +1,10 @@
 """By how much a position turns queries and keys: Su et al., RoFormer (arXiv 2104.09864).
 
-T tokens side by side; N positions; Dh head size.
+T rows; N positions; Dh head size.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,21 +13,35 @@ FIRST_LENGTH = 256
 """Positions of a table at first."""
 
 
-class Rotary(NamedTuple):
-    """By how much each position turns queries and keys."""
+class Rotary:
+    """By how much each row's position turns its queries and keys."""
 
-    cos: Tensor  # [T, 1, Dh]
-    sin: Tensor  # [T, 1, Dh], its first half negated
+    def __init__(
+        self,
+        cos: Tensor,  # [N, 1, Dh]
+        sin: Tensor,  # [N, 1, Dh], its first half negated
+        rows: Tensor | None = None,  # [T] int64, where each row stands in them; None: row after row
+    ) -> None:
+        self.cos = cos
+        self.sin = sin
+        self.rows = rows
 
     @classmethod
     def of(cls, cos: Tensor, sin: Tensor) -> "Rotary":  # [1, T, Dh] each, as the library has them
         """From the library's own."""
         first, second = sin.chunk(2, dim=-1)
-        return cls(cos.transpose(0, 1), torch.cat([-first, second], dim=-1).transpose(0, 1))
+        return cls(cos.transpose(0, 1).contiguous(), torch.cat([-first, second], dim=-1).transpose(0, 1).contiguous())
 
     def turn(self, heads: Tensor) -> Tensor:  # [T, any number of heads, Dh]
         """`heads * cos + rotate_half(heads) * sin`."""
-        return heads.mul(self.cos).add_(heads.roll(heads.shape[-1] // 2, -1).mul_(self.sin))
+        cos, sin = self._by_row
+        return heads.mul(cos).add_(heads.roll(heads.shape[-1] // 2, -1).mul_(sin))
+
+    @cached_property
+    def _by_row(self) -> tuple[Tensor, Tensor]:  # [T, 1, Dh] each
+        if self.rows is None:
+            return self.cos, self.sin
+        return self.cos.index_select(0, self.rows), self.sin.index_select(0, self.rows)
 
 
 class RotaryTable:
@@ -57,4 +71,4 @@ class RotaryTable:
             everywhere = torch.arange(length, device=hidden.device).unsqueeze(0)
             self._rows = Rotary.of(*self._embedding(hidden, position_ids=everywhere))
             self._made_of = made_of
-        return Rotary(self._rows.cos.index_select(0, positions), self._rows.sin.index_select(0, positions))
+        return Rotary(self._rows.cos, self._rows.sin, positions)

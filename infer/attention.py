@@ -145,11 +145,23 @@ class PagedAttention:
         self._clear(kv_layer)
         self._kv_cache.write(kv_layer, self._slots, key, value)
 
-    def prepare(self) -> None:
-        """Take from the host now what the layers will ask for."""
+    def place_numbers(self) -> list[int]:
+        """What `prepare` is to be given on the device."""
+        if self._kernels is None:
+            return []
+        spans = self._spans
+        sequences = [number for number, span in enumerate(spans) for _ in range(span.start, span.stop)]
+        positions = [position for span in spans for position in range(span.start, span.stop)]
+        num_blocks = max(len(span.block_table) for span in spans)
+        tables = [block for span in spans for block in span.block_table + [0] * (num_blocks - len(span.block_table))]
+        return [*sequences, *positions, *tables]
+
+    def prepare(self, numbers: Tensor | None = None) -> None:
+        """Take from the host now what the layers will ask for; of it `numbers`, those of `place_numbers`, are taken."""
         _ = self._new_blocks
         if self._kernels is not None:
-            _ = self._places
+            if numbers is not None:
+                self._places = self._read_places(numbers)
             return
         _ = self._slots
         if self._layout is None and self._trees is None:
@@ -161,15 +173,12 @@ class PagedAttention:
 
     @cached_property
     def _places(self) -> Places:
-        spans = self._spans
-        sequences = [number for number, span in enumerate(spans) for _ in range(span.start, span.stop)]
-        positions = [position for span in spans for position in range(span.start, span.stop)]
-        num_blocks = max(len(span.block_table) for span in spans)
-        tables = [block for span in spans for block in span.block_table + [0] * (num_blocks - len(span.block_table))]
-        # One tensor of all: many small ones take longer than what is in them.
-        numbers = torch.tensor([*sequences, *positions, *tables])
-        rows, rest = numbers[: 2 * len(positions)].view(2, -1), numbers[2 * len(positions) :]
-        return Places.of(rows[0], rows[1], rest.view(len(spans), -1), self._kv_cache.block_size)
+        return self._read_places(torch.tensor(self.place_numbers()))
+
+    def _read_places(self, numbers: Tensor) -> Places:
+        num_rows = sum(span.stop - span.start for span in self._spans)
+        sequences, positions, tables = numbers.tensor_split([num_rows, 2 * num_rows])
+        return Places.of(sequences, positions, tables.view(len(self._spans), -1), self._kv_cache.block_size)
 
     @cached_property
     def _slots(self) -> Tensor | slice:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from .drafter import Drafter
 from .logits_reader import Rows, read_logits
-from .model_runner import ModelRunner
+from .model_runner import ModelRunner, Newest
 from .ngram_proposer import NgramProposer
 from .policy import FixedPolicy, Policy, updated_share
 from .proposer import Proposer
@@ -176,11 +176,8 @@ class Hierarchy:
             drafts = [sequence.proposed[level - 1] if has_drafts else [] for sequence in sequences]
             starts = [s.num_known - 1 - len(draft) for s, draft in zip(sequences, drafts, strict=True)]
             seen = [sequence.num_computed[level] for sequence in sequences]
-            if is_plain:
-                self._runner.advance_whole(sequences)
-            else:
-                self._runner.advance(level, sequences)
-            logits, rows = self._score(level, sequences, starts, seen)
+            advance = self._runner.advance_whole if is_plain else partial(self._runner.advance, level)
+            logits, rows = self._score(level, sequences, starts, seen, advance(sequences))
             accepted, next_ids = self._verify_rows(sequences, drafts, rows)
         name = self._runner.levels[level].name
         for b, sequence in enumerate(sequences):
@@ -223,9 +220,10 @@ class Hierarchy:
         sequences: list[Sequence],
         starts: list[int],
         seen: list[int],  # positions of each that the level had run over before this round
+        newest: Newest | None,
     ) -> tuple[list[Tensor], list[Rows]]:
         """Logits and what they say, for each sequence, at the positions from `starts` to the newest."""
-        logits = self._runner.score(level, sequences, starts)
+        logits = self._runner.score(level, sequences, starts, newest)
         bounds = [(start, sequence.num_known) for sequence, start in zip(sequences, starts, strict=True)]
         parts = list(logits.split([stop - start for start, stop in bounds]))
         vocab_ids = self._runner.vocab_ids(level)

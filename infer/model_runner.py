@@ -6,6 +6,7 @@ T tokens side by side; D hidden size; V vocabulary; W positions in the window of
 from collections.abc import Sequence as Items
 from contextlib import suppress
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +25,14 @@ from .transfer import to_device
 
 FEW = 8
 """Positions that a head may see with its next draft: more are worth a pass of their own."""
+
+
+class Newest(NamedTuple):
+    """What the target's layers have just made."""
+
+    sequences: list[Sequence]
+    bounds: Bounds
+    states: Tensor  # [T, D], final
 
 
 class ModelRunner:
@@ -82,8 +91,8 @@ class ModelRunner:
         (rows,) = self._packer.pack([Pass(sequences, bounds, has_ids=True)])
         positions, attend = rows.positions, rows.attend
         hidden = backbone.embed(rows.token_ids, positions)
-        exits = backbone.run_through(hidden, 0, [level.stop for level in self.levels], positions, attend)
-        states = backbone.final_norm(exits[-1])
+        stops = [level.stop for level in self.levels]
+        *exits, states = backbone.run_through(hidden, 0, stops, positions, attend, norms=True)
         blocks = [index for index in range(len(self.levels) - 1) if self._head(index).has_block]
         if blocks:
             context = self._states_before(states, chunks)
@@ -106,27 +115,32 @@ class ModelRunner:
         return backbone.logits(states[0, ends]) if ends else None
 
     @torch.inference_mode()
-    def advance(self, index: int, sequences: list[Sequence]) -> None:
-        """Run level `index` over all known tokens that it has not seen; the level before it must have."""
+    def advance(self, index: int, sequences: list[Sequence]) -> Newest | None:
+        """Run level `index` over all known tokens that it has not seen; the level before it must have.
+
+        The final states, where it is the target and they are not in a graph's memory.
+        """
         sequences = [sequence for sequence in sequences if sequence.num_computed[index] < sequence.num_known]
         if not sequences:
-            return
+            return None
         bounds = [(sequence.num_computed[index], sequence.num_known) for sequence in sequences]
         part = self._layers[index]
         (rows,) = self._run.pack([part], [Pass(sequences, bounds, has_ids=index == 0, attends=bool(part.kv_layers))])
-        self._run(part, rows)
+        states = self._run(part, rows)
         for sequence, (_, stop) in zip(sequences, bounds, strict=True):
             self._count_layers(index, sequence, stop)
+        return _newest(sequences, bounds, rows, states)
 
     @torch.inference_mode()
-    def advance_whole(self, sequences: list[Sequence]) -> None:
-        """Run all levels in one pass over all known tokens; each level must have seen the same ones before."""
+    def advance_whole(self, sequences: list[Sequence]) -> Newest | None:
+        """As `advance` of all levels, in one pass; each level must have seen the same tokens before."""
         bounds = [(sequence.num_computed[0], sequence.num_known) for sequence in sequences]
         (rows,) = self._run.pack([self._whole], [Pass(sequences, bounds, has_ids=True)])
-        self._run(self._whole, rows)
+        states = self._run(self._whole, rows)
         for index in range(len(self.levels)):
             for sequence, (_, stop) in zip(sequences, bounds, strict=True):
                 self._count_layers(index, sequence, stop)
+        return _newest(sequences, bounds, rows, states)
 
     @torch.inference_mode()
     def advance_trees(self, index: int, sequences: list[Sequence], trees: list[TokenTree]) -> None:
@@ -195,13 +209,15 @@ class ModelRunner:
         self._kv_cache.erase(sequence.block_table, max(sequence.num_computed))
 
     @torch.inference_mode()
-    def score(self, index: int, sequences: list[Sequence], starts: Items[int]) -> Tensor:
+    def score(self, index: int, sequences: list[Sequence], starts: Items[int], newest: Newest | None = None) -> Tensor:
         """Logits of level `index` at positions `[starts[b], known)` of each sequence, packed: `[T, V or V_d]`.
 
-        `advance` must have run over them.
+        `advance` must have run over them; `newest` is what it gave.
         """
         if self.levels[index].head is None:
             wanted = [(start, sequence.num_known) for sequence, start in zip(sequences, starts, strict=True)]
+            if newest is not None and (newest.sequences, newest.bounds) == (sequences, wanted):
+                return self.model.backbone.logits(newest.states)
             return self.model.backbone.logits(self._final_states[self._window_slots(sequences, wanted)])
         return self.score_exit(index, sequences, starts)[1]
 
@@ -319,25 +335,26 @@ class ModelRunner:
         kv_layers = [head.kv_layer] if head.has_block else []
         return Part(f"head of the {self.levels[index].name} level", partial(self._run_head, index), kv_layers)
 
-    def _run_layers(self, index: int, rows: PackedRows) -> None:
+    def _run_layers(self, index: int, rows: PackedRows) -> Tensor:  # [T, D]
         level, backbone = self.levels[index], self.model.backbone
         if index == 0:
             hidden = backbone.embed(rows.token_ids, rows.positions)
         else:
             hidden = self._hidden[index - 1][rows.window_slots].unsqueeze(0)
-        self._keep(index, backbone.run_layers(hidden, level.start, level.stop, rows.positions, rows.attend), rows)
+        is_target = level.head is None
+        hidden = backbone.run_layers(hidden, level.start, level.stop, rows.positions, rows.attend, norms=is_target)
+        return self._keep(index, hidden, rows)
 
-    def _run_all_layers(self, rows: PackedRows) -> None:
+    def _run_all_layers(self, rows: PackedRows) -> Tensor:  # [T, D]
         backbone, stops = self.model.backbone, [level.stop for level in self.levels]
         hidden = backbone.embed(rows.token_ids, rows.positions)
-        for index, states in enumerate(backbone.run_through(hidden, 0, stops, rows.positions, rows.attend)):
-            self._keep(index, states, rows)
+        exits = backbone.run_through(hidden, 0, stops, rows.positions, rows.attend, norms=True)
+        return [self._keep(index, states, rows) for index, states in enumerate(exits)][-1]
 
-    def _keep(self, index: int, hidden: Tensor, rows: PackedRows) -> None:  # [1, T, D]
-        if self.levels[index].head is None:
-            self._final_states[rows.window_slots] = self.model.backbone.final_norm(hidden)[0]
-        else:
-            self._hidden[index][rows.window_slots] = hidden[0]
+    def _keep(self, index: int, states: Tensor, rows: PackedRows) -> Tensor:  # [1, T, D] -> [T, D]
+        kept = self._final_states if self.levels[index].head is None else self._hidden[index]
+        kept.index_copy_(0, rows.window_slots, states[0])
+        return states[0]
 
     def _run_head(self, index: int, rows: PackedRows, attend: Attend | None = None) -> Tensor:  # [T, D]
         head = self._head(index)
@@ -404,6 +421,10 @@ class ModelRunner:
 
     def _window_slots(self, sequences: list[Sequence], bounds: Bounds) -> Tensor:  # [T]
         return to_device(self._packer.window_slots(sequences, bounds), self.device)
+
+
+def _newest(sequences: list[Sequence], bounds: Bounds, rows: AnyRows, states: Tensor | None) -> Newest | None:
+    return Newest(sequences, bounds, states) if states is not None and isinstance(rows, PackedRows) else None
 
 
 def _first_out_of_place(path: list[int]) -> int:

@@ -97,18 +97,22 @@ class RowPacker:
                 rows + varlen_numbers(each, size, shape, self._spare_slot)
                 for rows, each, shape in zip(columns, spans, shapes, strict=True)
             ]
-            uploaded = zip(self._upload(parts), shapes, spans, strict=True)
-            packed = [self._unpack(numbers, shape, each) for numbers, shape, each in uploaded]
-        else:
-            uploaded_columns = zip(self._upload(columns), spans, passes, strict=True)
-            packed = [
-                _packed(numbers, self._attention(each, self._device, trees=each_pass.trees))
-                for numbers, each, each_pass in uploaded_columns
-            ]
-        for each_packed, each_pass in zip(packed, passes, strict=True):
+            uploaded_parts = zip(self._upload(parts), shapes, spans, strict=True)
+            packed = [self._unpack(numbers, shape, each) for numbers, shape, each in uploaded_parts]
+            for each_packed, each_pass in zip(packed, passes, strict=True):
+                if each_pass.attends:
+                    each_packed.attend.prepare()
+            return packed
+        attends = [
+            self._attention(each, self._device, trees=each_pass.trees)
+            for each, each_pass in zip(spans, passes, strict=True)
+        ]
+        places = [attend.place_numbers() if each.attends else [] for attend, each in zip(attends, passes, strict=True)]
+        uploaded = self._upload([part for parts in zip(columns, places, strict=True) for part in parts])
+        for attend, each_places, each_pass in zip(attends, uploaded[1::2], passes, strict=True):
             if each_pass.attends:
-                each_packed.attend.prepare()
-        return packed
+                attend.prepare(each_places)
+        return [_packed(each, attend) for each, attend in zip(uploaded[::2], attends, strict=True)]
 
     def pad(self, passes: Items[Pass]) -> list[PaddedRows]:
         """The rows of each pass and some that are nobody's, so that many passes are of one shape."""

@@ -7,8 +7,6 @@ doubted token and adds its own. What was committed stays, whatever the target wo
 
 from functools import partial
 
-import torch
-
 from ..checkpoints import load_verifier
 from ..heads import CONFIDENCE_FEATURES, DraftVerifier, EarlyExitModel, num_features
 from .config import SamplingParams

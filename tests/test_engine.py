@@ -54,13 +54,13 @@ def test_no_layer_sees_a_token_twice(base, method):
         for position in positions.tolist():
             seen[layer, position] = seen.get((layer, position), 0) + 1
 
-    def watch_layers(hidden, start, stop, positions, attend):
+    def watch_layers(hidden, start, stop, positions, attend, **options):
         count(start, positions)
-        return run_layers(hidden, start, stop, positions, attend)
+        return run_layers(hidden, start, stop, positions, attend, **options)
 
-    def watch_block(block, kv_layer, hidden, positions, attend):
+    def watch_block(block, kv_layer, hidden, positions, attend, norm):
         count(kv_layer, positions)
-        return run_block(block, kv_layer, hidden, positions, attend)
+        return run_block(block, kv_layer, hidden, positions, attend, norm)
 
     model.backbone.run_layers, model.backbone.run_block = watch_layers, watch_block
     engine = Engine(model, method=method, num_draft_tokens=2, num_provisional_tokens=3)

@@ -11,11 +11,11 @@
 namespace {
 
 template <typename A>
-void before_attention(const Layer* layer, const A* states, const A* cosines, const A* sines, A* heads, int64_t num_rows,
+void before_attention(const Layer* layer, const A* states, const Rotary& rotary, A* heads, int64_t num_rows,
                       int64_t num_threads) {
     const LayerPass<A> pass(&layer, 1, num_rows);
 #pragma omp parallel num_threads(num_threads)
-    pass.before_attention(*layer, states, cosines, sines, heads);
+    pass.before_attention(*layer, states, rotary, heads);
 }
 
 template <typename A>
@@ -36,12 +36,14 @@ void paged_attention(const A* queries, const A* new_keys, const A* new_values, c
 }
 
 template <typename A>
-void run_layers(const Layer* const* layers, int64_t num_layers, const Pages& pages, const A* cosines, const A* sines,
+void run_layers(const Layer* const* layers, int64_t num_layers, const Pages& pages, const Rotary& rotary, const Norm& norm,
                 A* states, int64_t num_rows, int64_t num_threads) {
     const LayerPass<A> pass(layers, num_layers, num_rows);
 #pragma omp parallel num_threads(num_threads)
-    for (int64_t index = 0; index < num_layers; ++index)
-        pass.run(*layers[index], pages, index, cosines, sines, states);
+    {
+        for (int64_t index = 0; index < num_layers; ++index) pass.run(*layers[index], pages, index, rotary, states);
+        if (norm.weight) pass.finish(norm, layers[0]->down.num_outputs, states);
+    }
 }
 
 }  // namespace
@@ -50,9 +52,9 @@ void run_layers(const Layer* const* layers, int64_t num_layers, const Pages& pag
     void product_##SUFFIX(const Linear* linear, const A* states, A* outputs, int64_t num_rows, int64_t num_threads) { \
         product<A>(*linear, states, outputs, num_rows, num_threads);                                                  \
     }                                                                                                                 \
-    void before_attention_##SUFFIX(const Layer* layer, const A* states, const A* cosines, const A* sines, A* heads,   \
+    void before_attention_##SUFFIX(const Layer* layer, const A* states, const Rotary* rotary, A* heads,               \
                                    int64_t num_rows, int64_t num_threads) {                                           \
-        before_attention<A>(layer, states, cosines, sines, heads, num_rows, num_threads);                             \
+        before_attention<A>(layer, states, *rotary, heads, num_rows, num_threads);                                    \
     }                                                                                                                 \
     void after_attention_##SUFFIX(const Layer* layer, const A* states, const A* attended, A* outputs,                 \
                                   int64_t num_rows, int64_t num_threads) {                                            \
@@ -64,9 +66,10 @@ void run_layers(const Layer* const* layers, int64_t num_layers, const Pages& pag
         paged_attention<A>(queries, new_keys, new_values, *strides, keys, values, *places, *heads, window, scaling,   \
                            outputs, num_rows, num_threads);                                                           \
     }                                                                                                                 \
-    void run_layers_##SUFFIX(const Layer* const* layers, int64_t num_layers, const Pages* pages, const A* cosines,    \
-                             const A* sines, A* states, int64_t num_rows, int64_t num_threads) {                      \
-        run_layers<A>(layers, num_layers, *pages, cosines, sines, states, num_rows, num_threads);                     \
+    void run_layers_##SUFFIX(const Layer* const* layers, int64_t num_layers, const Pages* pages,                      \
+                             const Rotary* rotary, const Norm* norm, A* states, int64_t num_rows,                     \
+                             int64_t num_threads) {                                                                   \
+        run_layers<A>(layers, num_layers, *pages, *rotary, *norm, states, num_rows, num_threads);                     \
     }
 
 extern "C" {

@@ -15,6 +15,18 @@ struct Layer {
     float scaling;
 };
 
+// By how much positions turn queries and keys: [N, Dh] each, of the sines the first half negated.
+struct Rotary {
+    const void *cosines, *sines;
+    const int64_t* places;  // [T], of rows; or null where they stand one behind the other
+};
+
+// An RMS norm of rows; no weight is no norm.
+struct Norm {
+    const void* weight;
+    float eps;
+};
+
 // Where a run of layers keeps keys and values: the pools of each layer, [N * S, K, Dh], and blocks of them that are to
 // be cleared.
 struct Pages {
@@ -53,7 +65,7 @@ template <typename A> class LayerPass {
     }
 
     // Queries, keys and values of rows: normed, multiplied, the first two turned.
-    void before_attention(const Layer& layer, const A* states, const A* cosines, const A* sines, A* heads) const {
+    void before_attention(const Layer& layer, const A* states, const Rotary& rotary, A* heads) const {
         const int64_t num_heads = layer.heads.num_heads, num_turned = num_heads + layer.heads.num_kv_heads;
         const int64_t num_all = num_turned + layer.heads.num_kv_heads;
         const int64_t size = layer.heads.head_dim, half = size / 2, num_outputs = layer.qkv.num_outputs;
@@ -82,7 +94,9 @@ template <typename A> class LayerPass {
                 }
                 continue;
             }
-            const A *cosine = cosines + row * size, *sine = sines + row * size;
+            const int64_t turned_by = (rotary.places ? rotary.places[row] : row) * size;
+            const A* cosine = static_cast<const A*>(rotary.cosines) + turned_by;
+            const A* sine = static_cast<const A*>(rotary.sines) + turned_by;
             for (int64_t start : {int64_t(0), half})
                 for (int64_t first = 0; first < half; first += LANES) {
                     const __mmask16 which = first_lanes(half - first);
@@ -135,14 +149,14 @@ template <typename A> class LayerPass {
     }
 
     // A whole layer, in place; `index` is that of its keys and values.
-    void run(const Layer& layer, const Pages& pages, int64_t index, const A* cosines, const A* sines, A* states) const {
+    void run(const Layer& layer, const Pages& pages, int64_t index, const Rotary& rotary, A* states) const {
         A *const keys = static_cast<A*>(pages.keys[index]), *const values = static_cast<A*>(pages.values[index]);
         const int64_t stride = layer.heads.num_kv_heads * layer.heads.head_dim;
         const int64_t block = pages.places.block_size * stride;
         const Share fresh = share(pages.num_new_blocks);
         for (int64_t number = fresh.first; number < fresh.last; ++number)
             for (A* pool : {keys, values}) std::memset(pool + pages.new_blocks[number] * block, 0, block * sizeof(A));
-        before_attention(layer, states, cosines, sines, heads);
+        before_attention(layer, states, rotary, heads);
 #pragma omp barrier
         const int64_t row_size = layer.qkv.num_outputs;
         const A* new_keys = heads + layer.heads.num_heads * layer.heads.head_dim;
@@ -150,6 +164,21 @@ template <typename A> class LayerPass {
                        layer.heads, layer.window, layer.scaling, attended, num_rows);
 #pragma omp barrier
         after_attention(layer, states, attended, states);
+    }
+
+    // In place, behind the last layer.
+    void finish(const Norm& norm, int64_t size, A* states) const {
+        const A* weight = static_cast<const A*>(norm.weight);
+        const Share own = share(num_rows);
+        for (int64_t row = own.first; row < own.last; ++row) {
+            A* values = states + row * size;
+            const float inverse = inverse_norm(values, size, norm.eps);
+            for (int64_t first = 0; first < size; first += LANES) {
+                const __mmask16 which = first_lanes(size - first);
+                const Lanes lanes = load_some(values + first, which);
+                store_some(values + first, which, normed<A>(lanes, inverse, load_some(weight + first, which)));
+            }
+        }
     }
 
   private:
