@@ -7,11 +7,12 @@ from .cache_folder import cache_folder
 from .config import ExitHeadConfig, HeadKind, check_exit_layers, head_kinds
 from .draft_verifier import CONFIDENCE_FEATURES, DraftVerifier, draft_features, num_features
 from .early_exit_model import EarlyExitModel
-from .exit_head import ExitHead, context_positions
+from .exit_head import ExitHead, context_position, context_positions
 from .kernels import KERNEL_DTYPES, MAX_ATTENDED_ROWS, Pages, Places, Pools, find_kernels
 from .product_form import FormTable, FormTables, ProductKind, possible_forms
 from .product_trial import is_timed, measure_forms
 from .stand_in import base_of, held_module, is_quantized
+from .state_rows import StateRows, States
 
 __all__ = [
     "ARCHITECTURES",
@@ -32,10 +33,13 @@ __all__ = [
     "Places",
     "Pools",
     "ProductKind",
+    "StateRows",
+    "States",
     "base_of",
     "cache_folder",
     "capped_attention",
     "check_exit_layers",
+    "context_position",
     "context_positions",
     "draft_features",
     "find_kernels",

@@ -20,6 +20,7 @@ from .product import Product
 from .rotary import Rotary, RotaryTable
 from .row_invariance import TiledProduct, row_invariant, tiled_products
 from .stand_in import is_plain_linear, is_stand_in, plain_copy, read_weight
+from .state_rows import StateRows, States, rows_of, states_of
 
 ATTENTION_NAME = "hispec"
 
@@ -31,7 +32,8 @@ AnyLayer = LeanLayer | nn.Module
 class Attend(Protocol):
     """Attention over whatever the caller keeps: a paged cache in inference, the packed batch itself in training.
 
-    One that has `pages` lets our own kernels do the same with them, see `Kernels.paged_attention`.
+    One that has `pages` lets our own kernels do the same with them, see `Kernels.paged_attention`; one that has
+    `num_positions`, more than any of a pass, lets what turns queries and keys be looked up.
     """
 
     def __call__(
@@ -167,28 +169,38 @@ class Backbone:
             hidden = hidden * self.parts.embed_multiplier
         return hidden
 
+    def embedded(self, token_ids: Tensor, positions: Tensor) -> States:  # [T] int64 each
+        """As `embed`, or where it lies, where the first decoder layer takes rows of the embedding as they are."""
+        embedding = self.parts.embed_tokens
+        is_plain = type(embedding) is nn.Embedding and embedding.max_norm is None
+        if not self._are_lean or not is_plain or embedding._forward_hooks or embedding._forward_pre_hooks:
+            return self.embed(token_ids, positions)
+        return StateRows(cast(Tensor, embedding.weight), token_ids)
+
     def run_layers(
         self,
-        hidden: Tensor,  # [1, T, D]
+        hidden: States,
         start: int,
         stop: int,  # exclusive
         positions: Tensor,  # [T] int64
         attend: Attend,
         *,
         norms: bool = False,  # whether to end with the final norm
+        keep: StateRows | None = None,  # where what is returned is put as well
     ) -> Tensor:  # [1, T, D]
         """Decoder layers `[start, stop)`."""
-        return self.run_through(hidden, start, [stop], positions, attend, norms=norms)[0]
+        return self.run_through(hidden, start, [stop], positions, attend, norms=norms, keeps=[keep])[0]
 
     def run_through(
         self,
-        hidden: Tensor,  # [1, T, D]
+        hidden: States,
         start: int,
         stops: Sequence[int],  # exclusive, rising
         positions: Tensor,  # [T] int64
         attend: Attend,
         *,
         norms: bool = False,  # whether the last of them ends with the final norm
+        keeps: Sequence[StateRows | None] | None = None,  # where each of them is put as well
     ) -> list[Tensor]:  # [1, T, D] each
         """Decoder layers from `start` on; the states before each of `stops`."""
         rotaries: dict[str | None, Any] = {}
@@ -196,19 +208,22 @@ class Backbone:
         def rotary_of(layer: AnyLayer) -> Any:
             layer_type = self._rotary_type(layer)
             if layer_type not in rotaries:
-                rotaries[layer_type] = self._rotary(hidden, positions, layer)
+                rotaries[layer_type] = self._rotary(rows_of(hidden).table, positions, layer, attend)
             return rotaries[layer_type]
 
         states = []
-        for stop in stops:
+        for stop, keep in zip(stops, keeps or [None] * len(stops), strict=True):
             norm, found = self.parts.final_norm if norms and stop == stops[-1] else None, None
             if self._are_lean and start < stop:
                 run, rotary = self._layer_run(start, stop), rotary_of(self._runs[start])
-                found = self._by_kernels(run, start, hidden, rotary, attend, norm)
+                found = self._by_kernels(run, start, hidden, rotary, attend, norm, keep)
             if found is None:
+                found = states_of(hidden)
                 for index, layer in enumerate(self._runs[start:stop], start):
-                    hidden = self._run_layer(layer, index, hidden, positions, rotary_of(layer), attend)
-                found = hidden if norm is None else self.norm(norm, hidden)
+                    found = self._run_layer(layer, index, found, positions, rotary_of(layer), attend)
+                found = found if norm is None else self.norm(norm, found)
+                if keep is not None:
+                    keep.put(found)
             states.append(found)
             hidden, start = found, stop
         return states
@@ -217,18 +232,18 @@ class Backbone:
         self,
         block: AnyLayer,  # a layer made by `copy_layer`, or what `lean` makes of one
         kv_layer: int,
-        hidden: Tensor,  # [1, T, D]
+        hidden: States,
         positions: Tensor,  # [T] int64
         attend: Attend,
         norm: nn.Module,  # of what it gives, see `norm`
     ) -> Tensor:  # [1, T, D]
         """One decoder layer of an exit head's own, and the head's norm."""
-        rotary = self._rotary(hidden, positions, block)
+        rotary = self._rotary(rows_of(hidden).table, positions, block, attend)
         if isinstance(block, LeanLayer):
             found = self._by_kernels(block.alone, kv_layer, hidden, rotary, attend, norm)
             if found is not None:
                 return found
-        return self.norm(norm, self._run_layer(block, kv_layer, hidden, positions, rotary, attend))
+        return self.norm(norm, self._run_layer(block, kv_layer, states_of(hidden), positions, rotary, attend))
 
     @property
     def row_step(self) -> int:
@@ -243,19 +258,31 @@ class Backbone:
 
     def norm(self, module: nn.Module, hidden: Tensor) -> Tensor:  # [..., D] -> [..., D]
         """`module(hidden)` of the final norm or a copy of it; where nothing is trained by fewer operations."""
-        return rms_norm(module, hidden) if self._is_lean_norm(module, hidden) else module(hidden)
+        return rms_norm(module, hidden) if self._is_lean_norm(module, hidden.dtype) else module(hidden)
 
-    def _is_lean_norm(self, module: Any, hidden: Tensor) -> bool:
-        is_known = type(module) is self._lean_norm and module.weight.dtype == hidden.dtype
+    def _is_lean_norm(self, module: Any, dtype: torch.dtype) -> bool:
+        is_known = type(module) is self._lean_norm and module.weight.dtype == dtype
         return is_known and not torch.is_grad_enabled()
 
     def _by_kernels(
-        self, run: LayerRun, kv_layer: int, hidden: Tensor, rotary: Any, attend: Attend, norm: nn.Module | None
+        self,
+        run: LayerRun,
+        kv_layer: int,
+        hidden: States,
+        rotary: Any,
+        attend: Attend,
+        norm: nn.Module | None,
+        keep: StateRows | None = None,
     ) -> Tensor | None:
         """What `run_by_kernels` gives, normed."""
-        lean_norm = norm if self._is_lean_norm(norm, hidden) else None
-        found = run_by_kernels(run, kv_layer, hidden, rotary, attend, lean_norm)
-        return found if found is None or norm is lean_norm else self.norm(cast(nn.Module, norm), found)
+        if norm is None or self._is_lean_norm(norm, rows_of(hidden).table.dtype):
+            return run_by_kernels(run, kv_layer, hidden, rotary, attend, norm, keep)
+        found = run_by_kernels(run, kv_layer, hidden, rotary, attend)
+        if found is not None:
+            found = self.norm(norm, found)
+            if keep is not None:
+                keep.put(found)
+        return found
 
     def logits(
         self,
@@ -323,15 +350,17 @@ class Backbone:
     def _rotary_type(self, layer: Any) -> str | None:
         return str(layer.self_attn.layer_type) if self.parts.rotary_by_layer_type else None
 
-    def _rotary(self, hidden: Tensor, positions: Tensor, layer: AnyLayer) -> Any:
-        """What turns queries and keys, in the form that `layer` takes."""
+    def _rotary(self, like: Tensor, positions: Tensor, layer: AnyLayer, attend: Attend | None = None) -> Any:
+        """What turns queries and keys, in the form that `layer` takes, and of the type of states `like` these."""
         if self.parts.rotary is None:
             return None
-        if self._rotary_table is not None and positions.device.type == "cpu" and isinstance(layer, LeanLayer):
-            return self._rotary_table(hidden, positions)
+        num_positions: int | None = getattr(attend, "num_positions", None)
+        table = self._rotary_table if positions.device.type == "cpu" and isinstance(layer, LeanLayer) else None
+        if table is not None and num_positions is not None:
+            return table(like, positions, num_positions)
         layer_type = self._rotary_type(layer)
         extra = {} if layer_type is None else {"layer_type": layer_type}
-        rotary = self.parts.rotary(hidden, position_ids=positions.unsqueeze(0), **extra)
+        rotary = self.parts.rotary(like, position_ids=positions.unsqueeze(0), **extra)
         return Rotary.of(*rotary) if isinstance(layer, LeanLayer) else rotary
 
     def _try_lean(self) -> bool:

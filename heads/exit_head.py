@@ -14,6 +14,7 @@ from .config import ExitHeadConfig
 from .fused_linear import fused_products
 from .low_rank import add_deltas, new_deltas
 from .product import Product
+from .state_rows import JoinedRows, StateRows, States, join, states_of
 
 
 class ExitHead(nn.Module):
@@ -78,28 +79,33 @@ class ExitHead(nn.Module):
 
     def forward(
         self,
-        hidden: Tensor,  # [1, T, D], at the exit layer
-        context: Tensor | None,  # [1, T, D], the base's final state of the newest committed token; zeros where none is
+        hidden: Tensor | StateRows,  # [1, T, D] or where they lie, at the exit layer
+        context: Tensor | StateRows | None,  # as the base's newest committed token has it, final; zeros where none is
         positions: Tensor,  # [T] int64
         attend: Attend,
     ) -> Tensor:  # [1, T, D]
         """The state that the LM head reads; `context` is read only by a head with committed context."""
         # Whoever wraps the head to train it over several machines brings a weight here when its module is called.
         is_training = torch.is_grad_enabled()
+        states: States = hidden
         if self._by_fuse is not None:
             assert self.fuse is not None
             assert context is not None
-            # Without weights: final states differ in scale from the hidden states of shallow layers.
-            both = torch.cat([hidden, F.rms_norm(context, context.shape[-1:])], dim=-1)
-            hidden = self.fuse(both) if is_training else self._by_fuse(both)
+            if isinstance(hidden, StateRows) and isinstance(context, StateRows):
+                states = JoinedRows(hidden, context, self._by_fuse)
+            else:
+                both = join(states_of(hidden), states_of(context))
+                states = self.fuse(both) if is_training else self._by_fuse(both)
         if self._by_mlp is not None:
             assert self.mlp is not None
-            hidden = hidden + F.silu(self.mlp(hidden) if is_training else self._by_mlp(hidden))
+            shallow = states_of(states)
+            states = shallow + F.silu(self.mlp(shallow) if is_training else self._by_mlp(shallow))
         if self.has_block:
-            block = self._blocks[0] if is_training else self._lean[0]
             assert self.norm is not None
-            return self._backbone.run_block(block, self.kv_layer, hidden, positions, attend, self.norm)
-        return self._backbone.final_norm(hidden) if self.norm is None else self._backbone.norm(self.norm, hidden)
+            block = self._blocks[0] if is_training else self._lean[0]
+            return self._backbone.run_block(block, self.kv_layer, states, positions, attend, self.norm)
+        last = states_of(states)
+        return self._backbone.final_norm(last) if self.norm is None else self._backbone.norm(self.norm, last)
 
     def products(self) -> Iterator[Product]:
         """Those of its own weights, by which it computes where nothing is trained."""
@@ -119,3 +125,8 @@ def context_positions(
     The one rule for training and inference, so that a head's cache holds what the head was trained on.
     """
     return torch.minimum(positions - 1, last_known)
+
+
+def context_position(position: int, last_known: int) -> int:
+    """As `context_positions`, of one row."""
+    return min(position - 1, last_known)

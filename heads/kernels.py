@@ -18,6 +18,7 @@ from torch import Tensor
 
 from .kernel_library import find_library
 from .rotary import Rotary
+from .state_rows import JoinedRows, StateRows
 
 MAX_ROWS = 16
 """Rows for which these kernels are fastest, of a weight that the library multiplies by in the same type."""
@@ -147,7 +148,15 @@ class Norm(ctypes.Structure):
         return norm
 
 
-_NO_NORM = Norm()
+class _StateRows(ctypes.Structure):
+    _fields_ = (("table", c_void_p), ("places", c_void_p), ("size", c_int64))
+
+
+class _Source(ctypes.Structure):
+    _fields_ = (("states", _StateRows), ("fuse", c_void_p), ("context", _StateRows), ("eps", c_float))
+
+
+_NO_NORM, _NOWHERE = Norm(), _StateRows()
 
 
 class Pools:
@@ -166,6 +175,14 @@ class Pages(NamedTuple):
     pools: Pools
     places: Places
     new_blocks: Tensor | None  # [n] int64, to be filled with zeros
+
+
+class Highest(NamedTuple):
+    """The highest value of each row of logits."""
+
+    ids: Tensor  # [R] int64, of equal ones the first; means nothing in rows with NaN
+    values: Tensor  # [R] float32, NaN in rows with NaN
+    probabilities: Tensor | None  # [R] float32, of these by softmax; of rows that are not finite as if they were even
 
 
 class _Pages(ctypes.Structure):
@@ -187,17 +204,18 @@ class Kernels:
         """Whether a weight in bfloat16 or in blocks goes by tiles, 16 rows at about the cost of one."""
         self._kinds = _KINDS | (_TILE_KINDS if self.uses_tiles else {})
         plan = {
+            "highest": [c_void_p] * 5 + [c_int64] * 3,
             "product": [c_void_p] * 3 + [c_int64] * 2,
             "before_attention": [c_void_p] * 4 + [c_int64] * 2,
             "after_attention": [c_void_p] * 4 + [c_int64] * 2,
-            "run_layers": [c_void_p, c_int64] + [c_void_p] * 4 + [c_int64] * 2,
+            "run_layers": [c_void_p, c_int64] + [c_void_p] * 6 + [c_int64] * 2,
             "paged_attention": [c_void_p] * 8 + [c_int64, c_float, c_void_p] + [c_int64] * 2,
         }
         self._functions = {}
         for name, arguments in plan.items():
             for dtype in KERNEL_DTYPES:
                 function = getattr(library, f"{name}_{str(dtype).removeprefix('torch.')}")
-                function.argtypes, function.restype = arguments, None
+                function.argtypes, function.restype = arguments, c_int64 if name == "run_layers" else None
                 self._functions[name, dtype] = function
 
     def takes(self, states: Tensor) -> bool:
@@ -250,6 +268,31 @@ class Kernels:
         )
         return outputs
 
+    def highest(
+        self,
+        logits: Tensor,  # [R, V]
+        names: Tensor | None,  # [V] int64, what places are called
+        *,
+        with_probabilities: bool,
+    ) -> Highest:
+        """The highest value of each row."""
+        logits = logits.contiguous()
+        num_rows, size = logits.shape
+        ids = torch.empty(num_rows, dtype=torch.int64, device="cpu")
+        values = torch.empty(num_rows, dtype=torch.float32, device="cpu")
+        probabilities = torch.empty_like(values) if with_probabilities else None
+        self._functions["highest", logits.dtype](
+            logits.data_ptr(),
+            pointer(names),
+            ids.data_ptr(),
+            values.data_ptr(),
+            pointer(probabilities),
+            num_rows,
+            size,
+            torch.get_num_threads(),
+        )
+        return Highest(ids, values, probabilities)
+
     def before_attention(
         self,
         layer: Layer,
@@ -293,13 +336,18 @@ class Kernels:
         self,
         layers: Layers,
         first: int,  # whose keys and values are those of the first layer; the next ones follow
-        states: Tensor,  # [1, T, D]
+        source: StateRows | JoinedRows,  # what the first layer takes; tables in whole rows
         rotary: Rotary,
         pages: Pages,
         norm: Norm | None = None,  # of what the last layer gives
+        keep: StateRows | None = None,  # where what is returned is put as well
     ) -> Tensor:  # [1, T, D]
-        """Whole layers one after the other, each with the attention of `paged_attention`."""
-        states = states.clone()
+        """Whole layers one after the other, each with the attention of `paged_attention`.
+
+        Raises IndexError for a row outside of its table.
+        """
+        table, num_rows = source.table, source.num_rows
+        states = table.new_empty(1, num_rows, table.shape[1])
         pools, places, new_blocks = pages
         offset = first * ctypes.sizeof(c_void_p)
         where = _Pages(
@@ -309,16 +357,20 @@ class Kernels:
             0 if new_blocks is None else len(new_blocks),
             places,
         )
-        self._functions["run_layers", states.dtype](
+        is_done = self._functions["run_layers", states.dtype](
             layers.places,
             len(layers.places),
             ctypes.byref(where),
             ctypes.byref(_turns(rotary)),
             ctypes.byref(norm or _NO_NORM),
+            ctypes.byref(_source(source)),
+            ctypes.byref(_NOWHERE if keep is None else _rows(keep)),
             states.data_ptr(),
-            states.shape[1],
+            num_rows,
             torch.get_num_threads(),
         )
+        if not is_done:
+            raise IndexError("a row of states lies outside of its table, such as the embedding of an unknown token")
         return states
 
     def paged_attention(
@@ -413,6 +465,18 @@ def _are_right(kernels: Kernels) -> bool:
 
 def _random(generator: torch.Generator, dtype: torch.dtype, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=generator, device="cpu").to(dtype)
+
+
+def _source(source: StateRows | JoinedRows) -> _Source:
+    if isinstance(source, StateRows):
+        return _Source(_rows(source))
+    linear = source.fuse.linear()
+    eps = torch.finfo(source.table.dtype).eps  # that `join` takes
+    return _Source(_rows(source.hidden), ctypes.addressof(linear), _rows(source.context), eps)
+
+
+def _rows(rows: StateRows) -> _StateRows:
+    return _StateRows(rows.table.data_ptr(), pointer(rows.places), len(rows.table))
 
 
 def _turns(rotary: Rotary) -> _Rotary:

@@ -21,6 +21,7 @@ from .fused_linear import FusedPart
 from .kernels import MAX_TILED_ROWS, Heads, Layer, Layers, Norm, find_kernels
 from .product import Product
 from .rotary import Rotary
+from .state_rows import JoinedRows, StateRows, States, rows_of
 
 if TYPE_CHECKING:
     from .backbone import Attend
@@ -78,7 +79,7 @@ class LeanLayer:
             kernels is not None
             and hidden.shape[1] <= MAX_TILED_ROWS
             and kernels.takes(hidden)
-            and (alone := self.alone.describe(hidden, rotary)) is not None
+            and (alone := self.alone.describe(hidden.dtype, hidden.shape[1], rotary)) is not None
         ):
             (layer,) = alone.layers
             heads = kernels.before_attention(layer, hidden, rotary)
@@ -142,15 +143,15 @@ class LayerRun:
         """Look for changes when asked next."""
         self._is_followed = False
 
-    def describe(self, hidden: Tensor, rotary: Rotary) -> Layers | None:  # hidden: [1, T, D]
-        """The layers for these states; None where kernels do not take one of them, or so many rows."""
-        kind = hidden.dtype, rotary.cos.dtype, rotary.cos.shape[-1]
+    def describe(self, dtype: torch.dtype, num_rows: int, rotary: Rotary) -> Layers | None:
+        """The layers for states of a type; None where kernels do not take one of them, or so many rows."""
+        kind = dtype, rotary.cos.dtype, rotary.cos.shape[-1]
         if kind != self._kind or not self._is_followed:
             if kind != self._kind or self._find_state() != self._state:
-                self._tell(hidden.dtype, rotary)
+                self._tell(dtype, rotary)
                 self._kind, self._state = kind, self._find_state()
             self._is_followed = not self._watches
-        return self._told if hidden.shape[1] <= self._max_rows else None
+        return self._told if num_rows <= self._max_rows else None
 
     def _find_state(self) -> list[Any]:
         """What changes when a tensor is moved, written to or put in the place of another, or is packed."""
@@ -172,20 +173,35 @@ class LayerRun:
 def run_by_kernels(
     layers: LayerRun,
     first_kv_layer: int,  # of the first layer; the next ones follow
-    hidden: Tensor,  # [1, T, D]
+    states: States,
     rotary: Rotary,
     attend: "Attend",
     norm: Any | None = None,  # of the library's class that `rms_norm` knows, of what the last layer gives
+    keep: StateRows | None = None,  # where what is returned is put as well
 ) -> Tensor | None:  # [1, T, D]
     """Layers one after the other in a single call; None where kernels do not take them with all their attention."""
     kernels, pages = find_kernels(), getattr(attend, "pages", None)
-    if kernels is None or pages is None or pages.pools.dtype != hidden.dtype or not kernels.takes(hidden):
+    if kernels is None or pages is None:
         return None
-    described = layers.describe(hidden, rotary)
+    source = rows_of(states)
+    dtype, num_rows = source.table.dtype, source.num_rows
+    if not kernels.takes(source.table) or not (num_rows and pages.pools.dtype == dtype and _are_fit(source, keep)):
+        return None
+    described = layers.describe(dtype, num_rows, rotary)
     if described is None:
         return None
     by_norm = None if norm is None else Norm.of(norm.weight, norm.variance_epsilon)
-    return kernels.run_layers(described, first_kv_layer, hidden, rotary, pages, by_norm)
+    return kernels.run_layers(described, first_kv_layer, source, rotary, pages, by_norm, keep)
+
+
+def _are_fit(source: StateRows | JoinedRows, keep: StateRows | None) -> bool:
+    """Whether kernels take all tables of a call, and the product of what is joined."""
+    tables = [source.table] if keep is None else [source.table, keep.table]
+    if isinstance(source, JoinedRows):
+        tables += [source.context.table, source.fuse.weight]
+        if source.num_rows > source.fuse.max_native_rows:
+            return False
+    return all(table.dtype == source.table.dtype and table.is_contiguous() for table in tables)
 
 
 def rms_norm(norm: Any, hidden: Tensor) -> Tensor:

@@ -61,14 +61,18 @@ class RotaryTable:
         rope_type = getattr(embedding, "rope_type", None)
         return isinstance(rope_type, str) and "dynamic" not in rope_type and rope_type != "longrope"
 
-    def __call__(self, hidden: Tensor, positions: Tensor) -> Rotary:  # [1, T, D], [T] int64
-        """For these positions, in the type of `hidden`."""
+    def __call__(
+        self,
+        like: Tensor,
+        positions: Tensor,  # [T] int64
+        num_positions: int,  # more than the greatest of them
+    ) -> Rotary:
+        """For these positions, in the type of `like`."""
         frequencies = self._embedding.inv_freq
-        made_of = hidden.dtype, frequencies.data_ptr(), frequencies.dtype
-        last = int(positions.max())
-        if self._rows is None or self._made_of != made_of or last >= len(self._rows.cos):
-            length = max(FIRST_LENGTH, 1 << last.bit_length())
-            everywhere = torch.arange(length, device=hidden.device).unsqueeze(0)
-            self._rows = Rotary.of(*self._embedding(hidden, position_ids=everywhere))
+        made_of = like.dtype, frequencies.data_ptr(), frequencies.dtype
+        if self._rows is None or self._made_of != made_of or num_positions > len(self._rows.cos):
+            length = max(FIRST_LENGTH, 1 << num_positions.bit_length())
+            everywhere = torch.arange(length, device=like.device).unsqueeze(0)
+            self._rows = Rotary.of(*self._embedding(like, position_ids=everywhere))
             self._made_of = made_of
         return Rotary(self._rows.cos, self._rows.sin, positions)

@@ -134,6 +134,11 @@ class PagedAttention:
         return output
 
     @cached_property
+    def num_positions(self) -> int | None:
+        """See `Attend`; None where the host does not know."""
+        return max((span.stop for span in self._spans), default=None)
+
+    @cached_property
     def pages(self) -> Pages | None:
         """See `Attend`; None where they do not serve."""
         if self._kernels is None or self._kv_cache.pools.dtype not in KERNEL_DTYPES:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..heads import find_kernels
 from .sampling import build_settings, gumbel_noises, to_probs
 from .sequence import Sequence
 from .transfer import to_device
@@ -90,17 +91,23 @@ class LogitsReader:
         """Apply each sequence's sampling parameters to its rows."""
         if self._is_processed:
             logits = _process(logits, self._sequences, self._bounds, self._vocab_ids, self._token_ids)
-        # Of equal logits the lowest id, as by argmax, which takes four times as long; NaN is greater than all.
-        highest, ids = logits.max(-1)
-        if self._vocab_ids is not None:
-            ids = self._vocab_ids[ids]
-        if self._asks_confidence or not self._is_greedy:
-            is_finite = highest.isfinite()
-            if self._never_waits or not is_finite.all():
-                logits = logits.masked_fill(~is_finite.unsqueeze(-1), 0)
-        confidence = logits.float().softmax(-1).amax(-1) if self._asks_confidence else None
-        if self._is_greedy:
-            return Reading(ids, None, highest, confidence)
+        kernels = find_kernels()
+        if kernels is not None and kernels.takes(logits):
+            asks = self._asks_confidence
+            ids, highest, confidence = kernels.highest(logits, self._vocab_ids, with_probabilities=asks)
+            if self._is_greedy:
+                return Reading(ids, None, highest, confidence)
+            logits = self._finite(logits, highest)
+        else:
+            # Of equal logits the lowest id, as by argmax, which takes four times as long; NaN is greater than all.
+            highest, ids = logits.max(-1)
+            if self._vocab_ids is not None:
+                ids = self._vocab_ids[ids]
+            if self._asks_confidence or not self._is_greedy:
+                logits = self._finite(logits, highest)
+            confidence = logits.float().softmax(-1).amax(-1) if self._asks_confidence else None
+            if self._is_greedy:
+                return Reading(ids, None, highest, confidence)
         parts = zip(logits.split(self._num_rows), self._settings, strict=True)
         probs_of = [to_probs(part, *settings) for part, settings in parts]
         probs = probs_of[0] if len(probs_of) == 1 else torch.cat(probs_of)
@@ -110,6 +117,13 @@ class LogitsReader:
         for rows, noise in self._coupled:
             ids[rows] = (probs[rows].log() + noise).argmax(-1)
         return Reading(ids, probs, highest, confidence)
+
+    def _finite(self, logits: Tensor, highest: Tensor) -> Tensor:  # [R, V], [R] -> [R, V]
+        """The logits with zeros in the place of rows that are not finite."""
+        is_finite = highest.isfinite()
+        if self._never_waits or not is_finite.all():
+            return logits.masked_fill(~is_finite.unsqueeze(-1), 0)
+        return logits
 
 
 def read_logits(

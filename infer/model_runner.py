@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..heads import Attend, EarlyExitModel, ExitHead, context_positions
+from ..heads import Attend, EarlyExitModel, ExitHead, StateRows, States
 from .attention import IsKept, KeepOnly
 from .draft_plan import DraftPlan
 from .kv_cache import KVCache
@@ -337,32 +337,32 @@ class ModelRunner:
 
     def _run_layers(self, index: int, rows: PackedRows) -> Tensor:  # [T, D]
         level, backbone = self.levels[index], self.model.backbone
+        source: States
         if index == 0:
-            hidden = backbone.embed(rows.token_ids, rows.positions)
+            source = backbone.embedded(rows.token_ids, rows.positions)
         else:
-            hidden = self._hidden[index - 1][rows.window_slots].unsqueeze(0)
-        is_target = level.head is None
-        hidden = backbone.run_layers(hidden, level.start, level.stop, rows.positions, rows.attend, norms=is_target)
-        return self._keep(index, hidden, rows)
+            source = StateRows(self._hidden[index - 1], rows.window_slots)
+        is_target, keep = level.head is None, self._kept(index, rows)
+        states = backbone.run_layers(
+            source, level.start, level.stop, rows.positions, rows.attend, norms=is_target, keep=keep
+        )
+        return states[0]
 
     def _run_all_layers(self, rows: PackedRows) -> Tensor:  # [T, D]
         backbone, stops = self.model.backbone, [level.stop for level in self.levels]
-        hidden = backbone.embed(rows.token_ids, rows.positions)
-        exits = backbone.run_through(hidden, 0, stops, rows.positions, rows.attend, norms=True)
-        return [self._keep(index, states, rows) for index, states in enumerate(exits)][-1]
+        source = backbone.embedded(rows.token_ids, rows.positions)
+        keeps = [self._kept(index, rows) for index in range(len(stops))]
+        return backbone.run_through(source, 0, stops, rows.positions, rows.attend, norms=True, keeps=keeps)[-1][0]
 
-    def _keep(self, index: int, states: Tensor, rows: PackedRows) -> Tensor:  # [1, T, D] -> [T, D]
-        kept = self._final_states if self.levels[index].head is None else self._hidden[index]
-        kept.index_copy_(0, rows.window_slots, states[0])
-        return states[0]
+    def _kept(self, index: int, rows: PackedRows) -> StateRows:
+        """Where what the layers of a level make is kept."""
+        table = self._final_states if self.levels[index].head is None else self._hidden[index]
+        return StateRows(table, rows.window_slots)
 
     def _run_head(self, index: int, rows: PackedRows, attend: Attend | None = None) -> Tensor:  # [T, D]
         head = self._head(index)
-        hidden = self._hidden[index][rows.window_slots].unsqueeze(0)
-        context = None
-        if head.config.committed_context:
-            known = context_positions(rows.positions, rows.last_known)
-            context = self._final_states[rows.window_starts + known % self._window].unsqueeze(0)
+        hidden = StateRows(self._hidden[index], rows.window_slots)
+        context = StateRows(self._final_states, rows.context_slots) if head.config.committed_context else None
         return head(hidden, context, rows.positions, attend or rows.attend)[0]
 
     def _head_logits(self, index: int, rows: AnyRows, wanted: Tensor | slice) -> Tensor:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..heads import context_position
 from .attention import PagedAttention, Span, new_blocks
 from .kv_cache import KVCache
 from .sequence import Sequence
@@ -19,7 +20,7 @@ from .token_tree import TokenTree
 from .transfer import to_device
 from .varlen_attention import VarlenShape, varlen_layout, varlen_numbers, varlen_shape
 
-NUM_COLUMNS = 5
+NUM_COLUMNS = 4
 """Numbers of each row besides those for attention."""
 
 
@@ -47,8 +48,7 @@ class PackedRows(NamedTuple):
     token_ids: Tensor  # [T] int64, zeros where they are not known yet, or not read
     positions: Tensor  # [T] int64
     window_slots: Tensor  # [T] int64, where their hidden and final states lie
-    window_starts: Tensor  # [T] int64, where the windows of their sequences start
-    last_known: Tensor  # [T] int64, newest position of their sequences whose final state is known
+    context_slots: Tensor  # [T] int64, where the final states lie that are their committed context
     attend: PagedAttention
 
 
@@ -150,24 +150,22 @@ class RowPacker:
         """The columns of `PackedRows`, each padded to so many rows."""
         ids: list[int] = []
         positions: list[int] = []
-        starts: list[int] = []
-        last_known: list[int] = []
+        contexts: list[int] = []
         trees: Items[TokenTree | None] = rows.trees or [None] * len(rows.sequences)
         for sequence, (start, stop), tree in zip(rows.sequences, rows.bounds, trees, strict=True):
+            own = range(start, stop) if tree is None else [start + depth for depth in tree.depths]
             if tree is not None:
                 ids += tree.token_ids
-                positions += [start + depth for depth in tree.depths]
-            else:
-                if rows.has_ids:
-                    ids += sequence.known_ids(start)[: stop - start]
-                positions += range(start, stop)
-            starts += [sequence.window_row * self._window] * (stop - start)
-            last_known += [sequence.num_computed[-1] - 1] * (stop - start)
+            elif rows.has_ids:
+                ids += sequence.known_ids(start)[: stop - start]
+            positions += own
+            first, last_known = sequence.window_row * self._window, sequence.num_computed[-1] - 1
+            contexts += [first + context_position(position, last_known) % self._window for position in own]
         slots = self.window_slots(rows.sequences, rows.bounds)
         none = [0] * (num_rows - len(positions))
         spare = [self._spare_window_slot] * len(none)
         ids += [0] * (num_rows - len(ids))
-        return [*ids, *positions, *none, *slots, *spare, *starts, *spare, *last_known, *none]
+        return [*ids, *positions, *none, *slots, *spare, *contexts, *spare]
 
     def _upload(self, parts: list[list[int]]) -> Items[Tensor]:
         numbers = to_device([number for part in parts for number in part], self._device)
@@ -176,8 +174,8 @@ class RowPacker:
 
 
 def _packed(columns: Tensor, attend: PagedAttention) -> PackedRows:
-    ids, positions, window_slots, window_starts, last_known = columns.view(NUM_COLUMNS, -1).unbind()
-    return PackedRows(ids, positions, window_slots, window_starts, last_known, attend)
+    ids, positions, window_slots, context_slots = columns.view(NUM_COLUMNS, -1).unbind()
+    return PackedRows(ids, positions, window_slots, context_slots, attend)
 
 
 def _spans(rows: Pass) -> list[Span]:

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from hispec.heads import DenseAttention, context_positions
-from hispec.infer import Engine, SamplingParams, model_runner
+from hispec.heads import DenseAttention, StateRows, context_positions
+from hispec.infer import Engine, SamplingParams
 
 from .models import build_heads, shallow
 
@@ -27,26 +27,24 @@ def teacher_forced(model, token_ids, last_known):
 
 @pytest.mark.parametrize("exit_layer", [0, 2])
 @pytest.mark.parametrize("strength", [0.004, 0.3], ids=["mostly accepted", "mostly rejected"])
-def test_a_draft_sees_what_training_showed(base, monkeypatch, exit_layer, strength):
+def test_a_draft_sees_what_training_showed(base, exit_layer, strength):
     model = build_heads(shallow(base, exit_layer + 1), "good", (exit_layer, 4), head="block", committed_context=True)
     with torch.no_grad():
         model.heads[0].fuse.weight.add_(torch.randn_like(model.heads[0].fuse.weight) * strength)
     calls = []
-
-    def watch_contexts(positions, last_known):
-        calls.append([positions.tolist(), last_known.tolist()])
-        return context_positions(positions, last_known)
-
     forward = model.heads[0].forward
 
-    def watch_states(hidden, context, positions, attend):
+    def watch(hidden, context, positions, attend):
         state = forward(hidden, context, positions, attend)
-        if calls:  # not the prefill
-            calls[-1].append(state[0, -1].clone())
+        if isinstance(context, StateRows):  # not the prefill
+            # Of the one sequence, whose window holds so many positions, each in the place of its remainder.
+            window = len(context.table) // (engine.config.max_num_seqs + 1)
+            slots = zip(positions.tolist(), context.places.tolist(), strict=True)
+            known = [position - 1 - (position - 1 - slot) % window for position, slot in slots]
+            calls.append([positions.tolist(), known, state[0, -1].clone()])
         return state
 
-    monkeypatch.setattr(model_runner, "context_positions", watch_contexts)
-    model.heads[0].forward = watch_states
+    model.heads[0].forward = watch
     engine = Engine(model, method="single-layer", num_draft_tokens=NUM_DRAFT_TOKENS, block_size=4, max_prefill_tokens=2)
     completion = engine.generate([PROMPT], SamplingParams(max_new_tokens=24, ignore_eos=True))[0]
     del model.heads[0].forward

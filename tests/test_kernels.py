@@ -159,7 +159,7 @@ def test_a_layer_is_the_librarys(native, architecture, dtype):
     cos_sin = [backbone._rotary(hidden, positions, layer) for layer in (backbone._runs[0], backbone.layers[0])]
     for index, (lean, layer) in enumerate(zip(backbone._runs, backbone.layers, strict=True)):
         assert isinstance(lean, LeanLayer)
-        assert lean.alone.describe(hidden, cos_sin[0]) is not None
+        assert lean.alone.describe(dtype, MAX_ROWS, cos_sin[0]) is not None
         attend = DenseAttention([MAX_ROWS])
         found = lean(hidden, cos_sin[0], attend, index)
         expected = layer(

@@ -27,6 +27,21 @@ struct Norm {
     float eps;
 };
 
+// Rows of states in a table of them, [N, D].
+struct StateRows {
+    void* table;            // or null: nowhere
+    const int64_t* places;  // [T]; or null where they are the table
+    int64_t size;           // N
+};
+
+// What a run of layers begins with: rows, or what a product makes of them with others, normed, at their side.
+struct Source {
+    StateRows states;
+    const Linear* fuse;  // [D, 2D], or null
+    StateRows context;
+    float eps;
+};
+
 // Where a run of layers keeps keys and values: the pools of each layer, [N * S, K, Dh], and blocks of them that are to
 // be cleared.
 struct Pages {
@@ -40,11 +55,19 @@ struct Pages {
 
 namespace {
 
+// Whether there is a place in the table for each row.
+inline bool are_there(const StateRows& rows, int64_t num_rows) {
+    if (!rows.table) return true;
+    if (!rows.places) return num_rows <= rows.size;
+    return std::all_of(rows.places, rows.places + num_rows, [&](int64_t at) { return 0 <= at && at < rows.size; });
+}
+
 // Layers over some rows. All threads take part in what it does.
 template <typename A> class LayerPass {
   public:
     // Room for these layers, of the thread that makes it.
-    LayerPass(const Layer* const* layers, int64_t num_layers, int64_t num_rows) : num_rows(num_rows) {
+    LayerPass(const Layer* const* layers, int64_t num_layers, int64_t num_rows, const Linear* fuse = nullptr)
+        : num_rows(num_rows) {
         int64_t num_sums = 0, num_lanes = 0, num_heads = 0, num_attended = 0;
         for (int64_t index = 0; index < num_layers; ++index) {
             const Layer& layer = *layers[index];
@@ -55,13 +78,39 @@ template <typename A> class LayerPass {
             num_heads = std::max(num_heads, num_rows * layer.qkv.num_outputs);
             num_attended = std::max(num_attended, num_rows * layer.output.num_inputs);
         }
+        const int64_t num_joined = fuse ? num_rows * fuse->num_inputs : 0;
+        if (fuse) {
+            num_sums = std::max(num_sums, num_rows * fuse->num_outputs);
+            num_lanes = std::max(num_lanes, room_for<A>(*fuse, num_rows));
+        }
         thread_local std::vector<float> floats;
         thread_local std::vector<Lanes> lanes;
         thread_local std::vector<A> values;
         sums = room_in(floats, num_sums);
         room = room_in(lanes, num_lanes);
-        heads = room_in(values, num_heads + num_attended);
+        heads = room_in(values, num_heads + num_attended + num_joined);
         attended = heads + num_heads;
+        joined = attended + num_attended;
+    }
+
+    // What the first layer takes.
+    void begin(const Source& source, int64_t size, A* states) const {
+        const Share own = share(num_rows);
+        for (int64_t row = own.first; row < own.last; ++row) {
+            A* target = source.fuse ? joined + row * 2 * size : states + row * size;
+            std::memcpy(target, row_of(source.states, row, size), size * sizeof(A));
+            if (source.fuse) put_normed(row_of(source.context, row, size), source.eps, nullptr, size, target + size);
+        }
+#pragma omp barrier
+        if (!source.fuse) return;
+        const Share outputs = share_of_outputs(size);
+        multiply<A>(*source.fuse, Plain<A>{joined, 2 * size}, num_rows, {outputs}, room, sums);
+        for (int64_t row = 0; row < num_rows; ++row)
+            for (int64_t first = outputs.first; first < outputs.last; first += LANES) {
+                const __mmask16 which = first_lanes(outputs.last - first);
+                store_some(states + row * size + first, which, load_some(sums + row * size + first, which));
+            }
+#pragma omp barrier
     }
 
     // Queries, keys and values of rows: normed, multiplied, the first two turned.
@@ -166,26 +215,35 @@ template <typename A> class LayerPass {
         after_attention(layer, states, attended, states);
     }
 
-    // In place, behind the last layer.
-    void finish(const Norm& norm, int64_t size, A* states) const {
-        const A* weight = static_cast<const A*>(norm.weight);
+    // Behind the last layer: the norm, in place, and a copy of what it gives.
+    void finish(const Norm& norm, const StateRows& keep, int64_t size, A* states) const {
         const Share own = share(num_rows);
         for (int64_t row = own.first; row < own.last; ++row) {
             A* values = states + row * size;
-            const float inverse = inverse_norm(values, size, norm.eps);
-            for (int64_t first = 0; first < size; first += LANES) {
-                const __mmask16 which = first_lanes(size - first);
-                const Lanes lanes = load_some(values + first, which);
-                store_some(values + first, which, normed<A>(lanes, inverse, load_some(weight + first, which)));
-            }
+            if (norm.weight) put_normed(values, norm.eps, static_cast<const A*>(norm.weight), size, values);
+            if (keep.table) std::memcpy(row_of(keep, row, size), values, size * sizeof(A));
         }
     }
 
   private:
+    static A* row_of(const StateRows& rows, int64_t row, int64_t size) {
+        return static_cast<A*>(rows.table) + (rows.places ? rows.places[row] : row) * size;
+    }
+
+    static void put_normed(const A* values, float eps, const A* weight, int64_t size, A* target) {
+        const float inverse = inverse_norm(values, size, eps);
+        for (int64_t first = 0; first < size; first += LANES) {
+            const __mmask16 which = first_lanes(size - first);
+            const Lanes lanes = load_some(values + first, which);
+            const Lanes by = weight ? load_some(weight + first, which) : Lanes{} + 1.0f;
+            store_some(target + first, which, normed<A>(lanes, inverse, by));
+        }
+    }
+
     int64_t num_rows;
     float* sums;
     Lanes* room;
-    A *heads, *attended;  // [T, outputs of a QKV product], [T, H, Dh]
+    A *heads, *attended, *joined;  // [T, outputs of a QKV product], [T, H, Dh], [T, 2D]
 };
 
 }  // namespace
