@@ -14,13 +14,15 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from .architectures import find_parts, max_context
 from .fused_linear import fuse_linears, fused_products
+from .kernel_types import Native
 from .kernels import MAX_TILED_ROWS, TILE_ROWS, find_kernels
-from .lean_layer import TRIAL_LENGTHS, LayerRun, LeanLayer, agrees, is_of_family, rms_norm, run_by_kernels
+from .lean_layer import TRIAL_LENGTHS, LayerRun, LeanLayer, agrees, is_of_family, layers_step, rms_norm
 from .product import Product
 from .rotary import Rotary, RotaryTable
 from .row_invariance import TiledProduct, row_invariant, tiled_products
 from .stand_in import is_plain_linear, is_stand_in, plain_copy, read_weight
 from .state_rows import StateRows, States, rows_of, states_of
+from .step_chain import run_native
 
 ATTENTION_NAME = "hispec"
 
@@ -203,30 +205,49 @@ class Backbone:
         keeps: Sequence[StateRows | None] | None = None,  # where each of them is put as well
     ) -> list[Tensor]:  # [1, T, D] each
         """Decoder layers from `start` on; the states before each of `stops`."""
+        keeps = keeps or [None] * len(stops)
+        if (found := self.layers_steps(hidden, start, stops, positions, attend, norms=norms, keeps=keeps)) is not None:
+            return run_native(found)
         rotaries: dict[str | None, Any] = {}
-
-        def rotary_of(layer: AnyLayer) -> Any:
-            layer_type = self._rotary_type(layer)
-            if layer_type not in rotaries:
-                rotaries[layer_type] = self._rotary(rows_of(hidden).table, positions, layer, attend)
-            return rotaries[layer_type]
-
-        states = []
-        for stop, keep in zip(stops, keeps or [None] * len(stops), strict=True):
-            norm, found = self.parts.final_norm if norms and stop == stops[-1] else None, None
-            if self._are_lean and start < stop:
-                run, rotary = self._layer_run(start, stop), rotary_of(self._runs[start])
-                found = self._by_kernels(run, start, hidden, rotary, attend, norm, keep)
-            if found is None:
-                found = states_of(hidden)
-                for index, layer in enumerate(self._runs[start:stop], start):
-                    found = self._run_layer(layer, index, found, positions, rotary_of(layer), attend)
-                found = found if norm is None else self.norm(norm, found)
-                if keep is not None:
-                    keep.put(found)
-            states.append(found)
-            hidden, start = found, stop
+        states, at = [], states_of(hidden)
+        for stop, keep in zip(stops, keeps, strict=True):
+            for index, layer in enumerate(self._runs[start:stop], start):
+                layer_type = self._rotary_type(layer)
+                if layer_type not in rotaries:
+                    rotaries[layer_type] = self._rotary(at, positions, layer, attend)
+                at = self._run_layer(layer, index, at, positions, rotaries[layer_type], attend)
+            start = stop
+            states.append(self.final_norm(at) if norms and stop == stops[-1] else at)
+            if keep is not None:
+                keep.put(states[-1])
         return states
+
+    def layers_steps(
+        self,
+        hidden: States,
+        start: int,
+        stops: Sequence[int],
+        positions: Tensor,
+        attend: Attend,
+        *,
+        norms: bool,
+        keeps: Sequence[StateRows | None],
+    ) -> Native[list[Tensor]] | None:
+        """`run_through` as steps of our own kernels; None where these do not take it."""
+        norm = self.parts.final_norm if norms else None
+        if not self._are_lean or (norm is not None and not self._is_lean_norm(norm, rows_of(hidden).table.dtype)):
+            return None
+        rotary = self._rotary(rows_of(hidden).table, positions, self._runs[0], attend)
+        steps, states = [], []
+        for stop, keep in zip(stops, keeps, strict=True):
+            own_norm = norm if stop == stops[-1] else None
+            found = layers_step(self._layer_run(start, stop), start, hidden, rotary, attend, own_norm, keep)
+            if found is None:
+                return None
+            steps += found.steps
+            states.append(found.output)
+            hidden, start = found.output, stop
+        return Native(steps, states)
 
     def run_block(
         self,
@@ -238,12 +259,20 @@ class Backbone:
         norm: nn.Module,  # of what it gives, see `norm`
     ) -> Tensor:  # [1, T, D]
         """One decoder layer of an exit head's own, and the head's norm."""
-        rotary = self._rotary(rows_of(hidden).table, positions, block, attend)
-        if isinstance(block, LeanLayer):
-            found = self._by_kernels(block.alone, kv_layer, hidden, rotary, attend, norm)
-            if found is not None:
-                return found
-        return self.norm(norm, self._run_layer(block, kv_layer, states_of(hidden), positions, rotary, attend))
+        if (found := self.block_step(block, kv_layer, hidden, positions, attend, norm)) is not None:
+            return run_native(found)
+        at = states_of(hidden)
+        rotary = self._rotary(at, positions, block, attend)
+        return self.norm(norm, self._run_layer(block, kv_layer, at, positions, rotary, attend))
+
+    def block_step(
+        self, block: AnyLayer, kv_layer: int, hidden: States, positions: Tensor, attend: Attend, norm: nn.Module
+    ) -> Native[Tensor] | None:
+        """`run_block` as a step of our own kernels; None where these do not take it."""
+        table = rows_of(hidden).table
+        if not isinstance(block, LeanLayer) or not self._is_lean_norm(norm, table.dtype):
+            return None
+        return layers_step(block.alone, kv_layer, hidden, self._rotary(table, positions, block, attend), attend, norm)
 
     @property
     def row_step(self) -> int:
@@ -264,26 +293,6 @@ class Backbone:
         is_known = type(module) is self._lean_norm and module.weight.dtype == dtype
         return is_known and not torch.is_grad_enabled()
 
-    def _by_kernels(
-        self,
-        run: LayerRun,
-        kv_layer: int,
-        hidden: States,
-        rotary: Any,
-        attend: Attend,
-        norm: nn.Module | None,
-        keep: StateRows | None = None,
-    ) -> Tensor | None:
-        """What `run_by_kernels` gives, normed."""
-        if norm is None or self._is_lean_norm(norm, rows_of(hidden).table.dtype):
-            return run_by_kernels(run, kv_layer, hidden, rotary, attend, norm, keep)
-        found = run_by_kernels(run, kv_layer, hidden, rotary, attend)
-        if found is not None:
-            found = self.norm(norm, found)
-            if keep is not None:
-                keep.put(found)
-        return found
-
     def logits(
         self,
         state: Tensor,  # [..., D], after a norm
@@ -301,6 +310,13 @@ class Backbone:
         if parts.logit_cap is not None:
             logits = torch.tanh(logits / parts.logit_cap) * parts.logit_cap
         return logits
+
+    def logits_step(self, state: StateRows, rows: Product | None = None) -> Native[Tensor] | None:
+        """`logits` as a step of our own kernels; None where these do not take it."""
+        parts, product = self.parts, rows or self._by_lm_head
+        extra = (parts.project_out, parts.logit_multiplier, parts.logit_divisor, parts.logit_cap)
+        is_plain = all(each is None for each in extra)
+        return product.step(state) if is_plain and isinstance(product, Product) else None
 
     def lm_head_rows(self, token_ids: Tensor) -> Product:  # token_ids: [V_d] int64
         """The LM head's rows for `token_ids`, gathered (the base's own are not contiguous for them)."""

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .kernels import MAX_TILED_ROWS, TILE_ROWS, Kernels, Linear, find_kernels
+from .kernel_types import Linear
+from .kernels import MAX_TILED_ROWS, TILE_ROWS, Kernels, find_kernels
 from .product_form import MAX_PACKED_ROWS
 
 BLOCK_SIZE = 32

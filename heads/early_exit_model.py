@@ -16,9 +16,11 @@ from .backbone import Backbone
 from .config import ExitHeadConfig, HeadKind, check_exit_layers, head_kinds
 from .draft_verifier import DraftVerifier
 from .exit_head import ExitHead
+from .kernel_types import Native
 from .product import Product, TensorState, tensor_state
 from .product_form import FormTables
 from .stand_in import base_of, stand_ins
+from .state_rows import StateRows
 from .trial import try_walk
 
 
@@ -196,6 +198,10 @@ class EarlyExitModel(nn.Module):
     ) -> Tensor:  # [..., V], or [..., V_d] in the order of the head's `draft_vocab_ids`
         """The logits of head `index`."""
         return self.backbone.logits(state, self._rows[index])
+
+    def exit_step(self, index: int, state: StateRows) -> Native[Tensor] | None:
+        """`exit_logits` as a step of our own kernels; None where these do not take it."""
+        return self.backbone.logits_step(state, self._rows[index])
 
     def _tensor_state(self) -> list[TensorState]:
         return [tensor_state(parameter) for parameter in self._watched]

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from .backbone import AnyLayer, Attend, Backbone
 from .config import ExitHeadConfig
 from .fused_linear import fused_products
+from .kernel_types import Native
 from .low_rank import add_deltas, new_deltas
 from .product import Product
 from .state_rows import JoinedRows, StateRows, States, join, states_of
@@ -106,6 +107,19 @@ class ExitHead(nn.Module):
             return self._backbone.run_block(block, self.kv_layer, states, positions, attend, self.norm)
         last = states_of(states)
         return self._backbone.final_norm(last) if self.norm is None else self._backbone.norm(self.norm, last)
+
+    def step(
+        self, hidden: StateRows, context: StateRows | None, positions: Tensor, attend: Attend
+    ) -> Native[Tensor] | None:  # [1, T, D]
+        """`forward` as a step of our own kernels; None where these do not take it."""
+        is_watched = self._forward_hooks or self._forward_pre_hooks
+        if not self._lean or self._by_mlp is not None or self.norm is None or is_watched or torch.is_grad_enabled():
+            return None
+        states: States = hidden
+        if self._by_fuse is not None:
+            assert context is not None
+            states = JoinedRows(hidden, context, self._by_fuse)
+        return self._backbone.block_step(self._lean[0], self.kv_layer, states, positions, attend, self.norm)
 
     def products(self) -> Iterator[Product]:
         """Those of its own weights, by which it computes where nothing is trained."""

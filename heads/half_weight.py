@@ -11,7 +11,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from .kernels import Linear, find_kernels
+from .kernel_types import Linear
+from .kernels import find_kernels
 from .product_form import MAX_PACKED_ROWS
 
 TOP_EXPONENT = 15

@@ -11,12 +11,35 @@ import sys
 import warnings
 from ctypes import c_float, c_int64, c_void_p
 from functools import cache, partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .kernel_library import find_library
+from .kernel_types import (
+    KINDS_OF_STEPS,
+    Heads,
+    Highest,
+    HighestStep,
+    Layer,
+    Layers,
+    LayersStep,
+    Linear,
+    Native,
+    Norm,
+    Pages,
+    PagesOfLayers,
+    Places,
+    ProductStep,
+    Rows,
+    Step,
+    StepOfKind,
+    Strides,
+    pointer,
+    rows_in,
+    source_of,
+    turns_of,
+)
 from .rotary import Rotary
 from .state_rows import JoinedRows, StateRows
 
@@ -35,164 +58,7 @@ SWITCH = "HISPEC_KERNELS"
 _KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, 4: 3, 8: 4}
 _TILE_KINDS = {torch.bfloat16: 5, 4: 6, 8: 7}
 """By the type, or the bits of a value of blocks; where there are tiles."""
-
-
-class Linear(ctypes.Structure):
-    """A weight and a bias of a product, where they lie; made by `Kernels`."""
-
-    _fields_ = (
-        ("weight", c_void_p),
-        ("bias", c_void_p),
-        ("num_outputs", c_int64),
-        ("num_inputs", c_int64),
-        ("kind", c_int64),
-        ("scale", c_float),
-    )
-
-
-class Heads(ctypes.Structure):
-    """How attention is split."""
-
-    _fields_ = (("num_heads", c_int64), ("num_kv_heads", c_int64), ("head_dim", c_int64))
-
-
-class Layer(ctypes.Structure):
-    """A decoder layer of the Llama family."""
-
-    _fields_ = (
-        ("qkv", Linear),
-        ("output", Linear),
-        ("gate_up", Linear),
-        ("down", Linear),
-        ("input_norm", c_void_p),
-        ("middle_norm", c_void_p),
-        ("query_norm", c_void_p),
-        ("key_norm", c_void_p),
-        ("input_eps", c_float),
-        ("middle_eps", c_float),
-        ("query_eps", c_float),
-        ("key_eps", c_float),
-        ("heads", Heads),
-        ("window", c_int64),
-        ("scaling", c_float),
-    )
-
-    @classmethod
-    def of(
-        cls,
-        linears: tuple[Linear, Linear, Linear, Linear],
-        norms: list[Tensor | None],  # four, each [D] or [Dh]
-        eps: list[float],
-        heads: Heads,
-        *,
-        window: int | None = None,
-        scaling: float,
-    ) -> "Layer":
-        """From its parts, which are kept."""
-        layer = cls(*linears, *map(pointer, norms), *eps, heads, window or 0, scaling)
-        layer.parts = (linears, norms)
-        return layer
-
-
-class _Strides(ctypes.Structure):
-    _fields_ = (("queries", c_int64), ("keys", c_int64), ("values", c_int64))
-
-
-class Places(ctypes.Structure):
-    """Where the rows of a pass stand: each in a sequence, at a position of it."""
-
-    _fields_ = (
-        ("sequences", c_void_p),
-        ("positions", c_void_p),
-        ("tables", c_void_p),
-        ("blocks_per_table", c_int64),
-        ("block_size", c_int64),
-    )
-
-    @classmethod
-    def of(
-        cls,
-        sequences: Tensor,  # [T] int64
-        positions: Tensor,  # [T] int64
-        tables: Tensor,  # [B, n] int64
-        block_size: int,
-    ) -> "Places":
-        """From tensors, which are kept."""
-        places = cls(sequences.data_ptr(), positions.data_ptr(), tables.data_ptr(), tables.shape[1], block_size)
-        places.tensors = (sequences, positions, tables)
-        return places
-
-
-class Layers:
-    """Layers that run one after the other."""
-
-    def __init__(self, layers: list[Layer]) -> None:
-        self.layers = layers
-        self.places = (c_void_p * len(layers))(*map(ctypes.addressof, layers))
-
-
-class _Rotary(ctypes.Structure):
-    _fields_ = (("cosines", c_void_p), ("sines", c_void_p), ("places", c_void_p))
-
-
-class Norm(ctypes.Structure):
-    """An RMS norm of rows."""
-
-    _fields_ = (("weight", c_void_p), ("eps", c_float))
-
-    @classmethod
-    def of(cls, weight: Tensor, eps: float) -> "Norm":  # weight: [D]
-        """From its weight, which is kept."""
-        norm = cls(weight.data_ptr(), eps)
-        norm.tensor = weight
-        return norm
-
-
-class _StateRows(ctypes.Structure):
-    _fields_ = (("table", c_void_p), ("places", c_void_p), ("size", c_int64))
-
-
-class _Source(ctypes.Structure):
-    _fields_ = (("states", _StateRows), ("fuse", c_void_p), ("context", _StateRows), ("eps", c_float))
-
-
-_NO_NORM, _NOWHERE = Norm(), _StateRows()
-
-
-class Pools:
-    """Where the keys and values of all layers are kept: `[N * S, Hkv, Dh]` each, all of a type."""
-
-    def __init__(self, keys: list[Tensor], values: list[Tensor]) -> None:
-        self.tensors = (keys, values)
-        self.dtype = keys[0].dtype
-        self.keys = (c_void_p * len(keys))(*map(pointer, keys))
-        self.values = (c_void_p * len(values))(*map(pointer, values))
-
-
-class Pages(NamedTuple):
-    """What a pass reads and writes of `Pools`."""
-
-    pools: Pools
-    places: Places
-    new_blocks: Tensor | None  # [n] int64, to be filled with zeros
-
-
-class Highest(NamedTuple):
-    """The highest value of each row of logits."""
-
-    ids: Tensor  # [R] int64, of equal ones the first; means nothing in rows with NaN
-    values: Tensor  # [R] float32, NaN in rows with NaN
-    probabilities: Tensor | None  # [R] float32, of these by softmax; of rows that are not finite as if they were even
-
-
-class _Pages(ctypes.Structure):
-    _fields_ = (
-        ("keys", c_void_p),
-        ("values", c_void_p),
-        ("new_blocks", c_void_p),
-        ("num_new_blocks", c_int64),
-        ("places", Places),
-    )
+_NO_NORM, _NOWHERE = Norm(), Rows()
 
 
 class Kernels:
@@ -204,18 +70,16 @@ class Kernels:
         """Whether a weight in bfloat16 or in blocks goes by tiles, 16 rows at about the cost of one."""
         self._kinds = _KINDS | (_TILE_KINDS if self.uses_tiles else {})
         plan = {
-            "highest": [c_void_p] * 5 + [c_int64] * 3,
-            "product": [c_void_p] * 3 + [c_int64] * 2,
+            "run": [c_void_p] + [c_int64] * 2,
             "before_attention": [c_void_p] * 4 + [c_int64] * 2,
             "after_attention": [c_void_p] * 4 + [c_int64] * 2,
-            "run_layers": [c_void_p, c_int64] + [c_void_p] * 6 + [c_int64] * 2,
             "paged_attention": [c_void_p] * 8 + [c_int64, c_float, c_void_p] + [c_int64] * 2,
         }
         self._functions = {}
         for name, arguments in plan.items():
             for dtype in KERNEL_DTYPES:
                 function = getattr(library, f"{name}_{str(dtype).removeprefix('torch.')}")
-                function.argtypes, function.restype = arguments, c_int64 if name == "run_layers" else None
+                function.argtypes, function.restype = arguments, c_int64 if name == "run" else None
                 self._functions[name, dtype] = function
 
     def takes(self, states: Tensor) -> bool:
@@ -260,38 +124,50 @@ class Kernels:
     def product(self, linear: Linear, states: Tensor) -> Tensor:  # [..., T, D_in] -> [..., T, D_out]
         """`states @ weight.T * scale + bias`."""
         assert states.shape[-1] == linear.num_inputs
-        states = states.contiguous()
-        outputs = states.new_empty(*states.shape[:-1], linear.num_outputs)
-        num_rows = states.numel() // linear.num_inputs
-        self._functions["product", states.dtype](
-            ctypes.byref(linear), states.data_ptr(), outputs.data_ptr(), num_rows, torch.get_num_threads()
-        )
-        return outputs
+        native = self.product_step(linear, StateRows(states.reshape(-1, linear.num_inputs).contiguous(), None))
+        self.run(native.steps)
+        return native.output.view(*states.shape[:-1], -1)
 
-    def highest(
+    def product_step(self, linear: Linear, source: StateRows) -> Native[Tensor]:  # [T, D_out]
+        """As `product`, of rows."""
+        outputs = source.table.new_empty(source.num_rows, linear.num_outputs)
+        what = ProductStep(ctypes.addressof(linear), rows_in(source), outputs.data_ptr(), source.num_rows)
+        return Native([Step(what, (linear, source, outputs), outputs.dtype)], outputs)
+
+    def highest(self, logits: Tensor, names: Tensor | None, *, with_probabilities: bool) -> Highest:
+        """See `highest_step`."""
+        native = self.highest_step(logits, names, with_probabilities=with_probabilities)
+        self.run(native.steps)
+        return native.output
+
+    def highest_step(
         self,
         logits: Tensor,  # [R, V]
         names: Tensor | None,  # [V] int64, what places are called
         *,
         with_probabilities: bool,
-    ) -> Highest:
+        latest: Tensor | None = None,  # [R] int64, where the ids are put as well
+    ) -> Native[Highest]:
         """The highest value of each row."""
         logits = logits.contiguous()
         num_rows, size = logits.shape
         ids = torch.empty(num_rows, dtype=torch.int64, device="cpu")
         values = torch.empty(num_rows, dtype=torch.float32, device="cpu")
         probabilities = torch.empty_like(values) if with_probabilities else None
-        self._functions["highest", logits.dtype](
-            logits.data_ptr(),
-            pointer(names),
-            ids.data_ptr(),
-            values.data_ptr(),
-            pointer(probabilities),
-            num_rows,
-            size,
-            torch.get_num_threads(),
-        )
-        return Highest(ids, values, probabilities)
+        places = map(pointer, (logits, names, ids, latest, values, probabilities))
+        found = Highest(ids, values, probabilities)
+        step = Step(HighestStep(*places, num_rows, size), (logits, names, latest, found), logits.dtype)
+        return Native([step], found)
+
+    def run(self, steps: list[Step]) -> None:
+        """Do one step after the other; all have states of one type.
+
+        Raises IndexError for a row outside of its table.
+        """
+        told = [StepOfKind(KINDS_OF_STEPS.index(type(step.what)), ctypes.addressof(step.what)) for step in steps]
+        run = self._functions["run", steps[0].dtype]
+        if not run((StepOfKind * len(told))(*told), len(told), torch.get_num_threads()):
+            raise IndexError("a row of states lies outside of its table, such as the embedding of an unknown token")
 
     def before_attention(
         self,
@@ -306,7 +182,7 @@ class Kernels:
         self._functions["before_attention", states.dtype](
             ctypes.byref(layer),
             states.data_ptr(),
-            ctypes.byref(_turns(rotary)),
+            ctypes.byref(turns_of(rotary)),
             heads.data_ptr(),
             num_rows,
             torch.get_num_threads(),
@@ -332,7 +208,7 @@ class Kernels:
         )
         return outputs
 
-    def run_layers(
+    def layers_step(
         self,
         layers: Layers,
         first: int,  # whose keys and values are those of the first layer; the next ones follow
@@ -341,37 +217,32 @@ class Kernels:
         pages: Pages,
         norm: Norm | None = None,  # of what the last layer gives
         keep: StateRows | None = None,  # where what is returned is put as well
-    ) -> Tensor:  # [1, T, D]
-        """Whole layers one after the other, each with the attention of `paged_attention`.
-
-        Raises IndexError for a row outside of its table.
-        """
+    ) -> Native[Tensor]:  # [1, T, D]
+        """Whole layers one after the other, each with the attention of `paged_attention`."""
         table, num_rows = source.table, source.num_rows
         states = table.new_empty(1, num_rows, table.shape[1])
         pools, places, new_blocks = pages
         offset = first * ctypes.sizeof(c_void_p)
-        where = _Pages(
+        where = PagesOfLayers(
             ctypes.addressof(pools.keys) + offset,
             ctypes.addressof(pools.values) + offset,
             pointer(new_blocks),
             0 if new_blocks is None else len(new_blocks),
             places,
         )
-        is_done = self._functions["run_layers", states.dtype](
-            layers.places,
+        what = LayersStep(
+            ctypes.addressof(layers.places),
             len(layers.places),
-            ctypes.byref(where),
-            ctypes.byref(_turns(rotary)),
-            ctypes.byref(norm or _NO_NORM),
-            ctypes.byref(_source(source)),
-            ctypes.byref(_NOWHERE if keep is None else _rows(keep)),
+            where,
+            turns_of(rotary),
+            norm or _NO_NORM,
+            source_of(source),
+            _NOWHERE if keep is None else rows_in(keep),
             states.data_ptr(),
             num_rows,
-            torch.get_num_threads(),
+            table.shape[1],
         )
-        if not is_done:
-            raise IndexError("a row of states lies outside of its table, such as the embedding of an unknown token")
-        return states
+        return Native([Step(what, (layers, source, rotary, pages, norm, keep, states), states.dtype)], states)
 
     def paged_attention(
         self,
@@ -393,7 +264,7 @@ class Kernels:
             query.data_ptr(),
             key.data_ptr(),
             value.data_ptr(),
-            ctypes.byref(_Strides(query.stride(0), key.stride(0), value.stride(0))),
+            ctypes.byref(Strides(query.stride(0), key.stride(0), value.stride(0))),
             keys.data_ptr(),
             values.data_ptr(),
             ctypes.byref(places),
@@ -433,11 +304,6 @@ def find_kernels() -> Kernels | None:
     return kernels
 
 
-def pointer(tensor: Tensor | None) -> int | None:
-    """Where a tensor lies."""
-    return None if tensor is None else tensor.data_ptr()
-
-
 @torch.inference_mode()
 def _are_right(kernels: Kernels) -> bool:
     """Whether products and attention come out as they should here, and each row as alone."""
@@ -465,22 +331,6 @@ def _are_right(kernels: Kernels) -> bool:
 
 def _random(generator: torch.Generator, dtype: torch.dtype, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=generator, device="cpu").to(dtype)
-
-
-def _source(source: StateRows | JoinedRows) -> _Source:
-    if isinstance(source, StateRows):
-        return _Source(_rows(source))
-    linear = source.fuse.linear()
-    eps = torch.finfo(source.table.dtype).eps  # that `join` takes
-    return _Source(_rows(source.hidden), ctypes.addressof(linear), _rows(source.context), eps)
-
-
-def _rows(rows: StateRows) -> _StateRows:
-    return _StateRows(rows.table.data_ptr(), pointer(rows.places), len(rows.table))
-
-
-def _turns(rotary: Rotary) -> _Rotary:
-    return _Rotary(rotary.cos.data_ptr(), rotary.sin.data_ptr(), pointer(rotary.rows))
 
 
 def _heads_together(heads: Tensor) -> Tensor:

@@ -18,7 +18,8 @@ from transformers.activations import SiLUActivation
 
 from .attention import DenseAttention
 from .fused_linear import FusedPart
-from .kernels import MAX_TILED_ROWS, Heads, Layer, Layers, Norm, find_kernels
+from .kernel_types import Heads, Layer, Layers, Native, Norm
+from .kernels import MAX_TILED_ROWS, find_kernels
 from .product import Product
 from .rotary import Rotary
 from .state_rows import JoinedRows, StateRows, States, rows_of
@@ -167,10 +168,10 @@ class LayerRun:
         self._told = Layers(known) if len(known) == len(told) else None
         self._products = [product for layer in self._layers for product in layer.products]
         self._weights = [product.weight for product in self._products if not product.weight.is_inference()]
-        self._max_rows = min(product.max_native_rows for product in self._products)
+        self._max_rows = min((product.max_native_rows for product in self._products), default=MAX_TILED_ROWS)
 
 
-def run_by_kernels(
+def layers_step(
     layers: LayerRun,
     first_kv_layer: int,  # of the first layer; the next ones follow
     states: States,
@@ -178,8 +179,8 @@ def run_by_kernels(
     attend: "Attend",
     norm: Any | None = None,  # of the library's class that `rms_norm` knows, of what the last layer gives
     keep: StateRows | None = None,  # where what is returned is put as well
-) -> Tensor | None:  # [1, T, D]
-    """Layers one after the other in a single call; None where kernels do not take them with all their attention."""
+) -> Native[Tensor] | None:  # [1, T, D]
+    """Layers one after the other as a single step; None where kernels do not take them with all their attention."""
     kernels, pages = find_kernels(), getattr(attend, "pages", None)
     if kernels is None or pages is None:
         return None
@@ -191,7 +192,7 @@ def run_by_kernels(
     if described is None:
         return None
     by_norm = None if norm is None else Norm.of(norm.weight, norm.variance_epsilon)
-    return kernels.run_layers(described, first_kv_layer, source, rotary, pages, by_norm, keep)
+    return kernels.layers_step(described, first_kv_layer, source, rotary, pages, by_norm, keep)
 
 
 def _are_fit(source: StateRows | JoinedRows, keep: StateRows | None) -> bool:

@@ -9,8 +9,10 @@ from torch.nn import functional as F
 
 from .block_weight import BlockWeight, block_weight
 from .half_weight import HalfWeight, half_weight
-from .kernels import Linear, find_kernels
+from .kernel_types import Linear, Native
+from .kernels import find_kernels
 from .product_form import Form, FormTable, FormTables, Packing, ProductKind, guessed_forms
+from .state_rows import StateRows
 
 Compact = BlockWeight | HalfWeight
 """A copy of a float32 weight that takes less to read."""
@@ -135,6 +137,17 @@ class Product:
         if kernels is None or not is_fit:
             return self.by_kernel(hidden, packed=False)  # which says what is wrong
         return kernels.product(self.linear() if packed else self._make_linear(packed=False), hidden)
+
+    def step(self, source: StateRows) -> Native[Tensor] | None:  # [T, D_in] -> [T, D_out]
+        """The product as a step of our own kernels; None where they are not fastest, or do not take such rows."""
+        kernels, table = find_kernels(), source.table
+        is_fit = table.dtype == self.weight.dtype == self._dtype and table.shape[-1] == self.weight.shape[1]
+        if kernels is None or not is_fit or not kernels.takes(table) or not table.is_contiguous():
+            return None
+        is_native = isinstance(self._packed, Compact) or self._table.form(source.num_rows) == "native"
+        if not is_native or source.num_rows > self.max_native_rows:
+            return None
+        return kernels.product_step(self.linear(), source)
 
     def by_kernel(self, hidden: Tensor, *, packed: bool) -> Tensor:  # [..., T, D_in] -> [..., T, D_out]
         """The product by one call whatever the number of rows: of the machine's own kernel, or the usual one."""

@@ -51,16 +51,21 @@ class Drafter:
             never_waits=True,
         )
 
-    @torch.inference_mode()
     def draft(self, sequences: list[Sequence], counts: list[int]) -> list[list[Proposal]]:
         """`counts[b]` tokens of each sequence, at least one; `counts` must not rise.
 
         Only where each is one may the choice of a token depend on the proposed tokens before it.
         """
         lengths = [sequence.num_known for sequence in sequences]
-        plan = self._runner.plan_draft(sequences, counts)
-        questions = self._questions(sequences, lengths, plan.nums_active)
-        readings = self._draw(plan, questions)
+        nums_active = [sum(count > place for count in counts) for place in range(counts[0])]
+        questions = self._questions(sequences, lengths, nums_active)
+        is_plain = all(question.reader.is_plain for question in questions)
+        plan = self._runner.plan_draft(sequences, counts, may_be_at_once=is_plain)
+        found = self._runner.draft_at_once(plan, with_probabilities=self._asks_confidence)
+        if found is None:
+            readings = self._draw(plan, questions)
+        else:
+            readings = [question.reader.read(highest) for question, highest in zip(questions, found, strict=True)]
         ids = _to_host([reading.ids for reading in readings])
         confidences = [[1.0] * number for number in plan.nums_active]
         if self._asks_confidence:

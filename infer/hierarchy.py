@@ -24,7 +24,7 @@ from torch import Tensor
 
 from .drafter import Drafter
 from .logits_reader import Rows, read_logits
-from .model_runner import ModelRunner, Newest
+from .model_runner import ModelRunner
 from .ngram_proposer import NgramProposer
 from .policy import FixedPolicy, Policy, updated_share
 from .proposer import Proposer
@@ -71,6 +71,7 @@ class Hierarchy:
             runner, generator, asks_confidence=self._asks_confidence, one_by_one=is_exact, origin=self._first_name
         )
 
+    @torch.inference_mode()
     def prefill(self, chunks: list[Chunk]) -> None:
         """Read committed tokens; commit one more for each sequence that is then read to its end."""
         start = time.perf_counter()
@@ -93,6 +94,7 @@ class Hierarchy:
         for chunk in chunks:
             chunk.sequence.stats.prefill_seconds += seconds * (chunk.stop - chunk.start)
 
+    @torch.inference_mode()
     def round(self, sequences: list[Sequence]) -> None:
         """Commit at least one token for each sequence."""
         if self._trees is not None:
@@ -176,8 +178,7 @@ class Hierarchy:
             drafts = [sequence.proposed[level - 1] if has_drafts else [] for sequence in sequences]
             starts = [s.num_known - 1 - len(draft) for s, draft in zip(sequences, drafts, strict=True)]
             seen = [sequence.num_computed[level] for sequence in sequences]
-            advance = self._runner.advance_whole if is_plain else partial(self._runner.advance, level)
-            logits, rows = self._score(level, sequences, starts, seen, advance(sequences))
+            logits, rows = self._score(level, sequences, starts, seen, is_whole=is_plain)
             accepted, next_ids = self._verify_rows(sequences, drafts, rows)
         name = self._runner.levels[level].name
         for b, sequence in enumerate(sequences):
@@ -220,15 +221,23 @@ class Hierarchy:
         sequences: list[Sequence],
         starts: list[int],
         seen: list[int],  # positions of each that the level had run over before this round
-        newest: Newest | None,
+        *,
+        is_whole: bool,  # run all levels at once
     ) -> tuple[list[Tensor], list[Rows]]:
-        """Logits and what they say, for each sequence, at the positions from `starts` to the newest."""
-        logits = self._runner.score(level, sequences, starts, newest)
+        """Run the level; logits and what they say, for each sequence, at the positions from `starts` to the newest."""
+        highest = None
+        if level == self._top:
+            logits, highest = self._runner.judge(sequences, starts, is_whole=is_whole)
+        else:
+            self._runner.advance(level, sequences)
+            logits = self._runner.score(level, sequences, starts)
         bounds = [(start, sequence.num_known) for sequence, start in zip(sequences, starts, strict=True)]
         parts = list(logits.split([stop - start for start, stop in bounds]))
         vocab_ids = self._runner.vocab_ids(level)
         asks_confidence = self._asks_confidence and level < self._top
-        rows = self._read(logits, sequences, bounds, vocab_ids=vocab_ids, asks_confidence=asks_confidence)
+        rows = self._read(
+            logits, sequences, bounds, vocab_ids=vocab_ids, asks_confidence=asks_confidence, highest=highest
+        )
         if level == self._top:
             for b, sequence in enumerate(sequences):
                 if rows[b].first_failure is not None and len(parts[b]) > 1:

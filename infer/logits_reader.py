@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..heads import find_kernels
+from ..heads import Highest, highest_step, run_native
 from .sampling import build_settings, gumbel_noises, to_probs
 from .sequence import Sequence
 from .transfer import to_device
@@ -87,27 +87,22 @@ class LogitsReader:
             are_all = len(coupled) == len(owners)
             self._coupled = [(slice(None) if are_all else to_device(coupled, device), torch.stack(noise))]
 
-    def __call__(self, logits: Tensor) -> Reading:  # [R, V or V_d]
-        """Apply each sequence's sampling parameters to its rows."""
+    @property
+    def is_plain(self) -> bool:
+        """Whether all it says is the highest logit of each row, as they are."""
+        return self._is_greedy and not self._is_processed
+
+    def __call__(self, logits: Tensor, highest: Highest | None = None) -> Reading:  # logits: [R, V or V_d]
+        """Apply each sequence's sampling parameters to its rows; `highest` may be known, where `is_plain`."""
         if self._is_processed:
             logits = _process(logits, self._sequences, self._bounds, self._vocab_ids, self._token_ids)
-        kernels = find_kernels()
-        if kernels is not None and kernels.takes(logits):
-            asks = self._asks_confidence
-            ids, highest, confidence = kernels.highest(logits, self._vocab_ids, with_probabilities=asks)
-            if self._is_greedy:
-                return Reading(ids, None, highest, confidence)
-            logits = self._finite(logits, highest)
-        else:
-            # Of equal logits the lowest id, as by argmax, which takes four times as long; NaN is greater than all.
-            highest, ids = logits.max(-1)
-            if self._vocab_ids is not None:
-                ids = self._vocab_ids[ids]
-            if self._asks_confidence or not self._is_greedy:
-                logits = self._finite(logits, highest)
-            confidence = logits.float().softmax(-1).amax(-1) if self._asks_confidence else None
-            if self._is_greedy:
-                return Reading(ids, None, highest, confidence)
+        found = highest if self.is_plain and highest is not None else self._find_highest(logits)
+        if self._is_greedy:
+            return self.read(found)
+        ids, values, confidence = found
+        is_finite = values.isfinite()
+        if self._never_waits or not is_finite.all():
+            logits = logits.masked_fill(~is_finite.unsqueeze(-1), 0)
         parts = zip(logits.split(self._num_rows), self._settings, strict=True)
         probs_of = [to_probs(part, *settings) for part, settings in parts]
         probs = probs_of[0] if len(probs_of) == 1 else torch.cat(probs_of)
@@ -116,14 +111,26 @@ class LogitsReader:
             probs = whole.index_copy_(1, self._vocab_ids, probs)
         for rows, noise in self._coupled:
             ids[rows] = (probs[rows].log() + noise).argmax(-1)
-        return Reading(ids, probs, highest, confidence)
+        return Reading(ids, probs, values, confidence)
 
-    def _finite(self, logits: Tensor, highest: Tensor) -> Tensor:  # [R, V], [R] -> [R, V]
-        """The logits with zeros in the place of rows that are not finite."""
-        is_finite = highest.isfinite()
+    def read(self, highest: Highest) -> Reading:
+        """What greedy rows say."""
+        return Reading(highest.ids, None, highest.values, highest.probabilities if self._asks_confidence else None)
+
+    def _find_highest(self, logits: Tensor) -> Highest:
+        native = highest_step(logits, self._vocab_ids, with_probabilities=self._asks_confidence)
+        if native is not None:
+            return run_native(native)
+        # Of equal logits the lowest id, as by argmax, which takes four times as long; NaN is greater than all.
+        values, ids = logits.max(-1)
+        if self._vocab_ids is not None:
+            ids = self._vocab_ids[ids]
+        if not self._asks_confidence:
+            return Highest(ids, values, None)
+        is_finite = values.isfinite()
         if self._never_waits or not is_finite.all():
-            return logits.masked_fill(~is_finite.unsqueeze(-1), 0)
-        return logits
+            logits = logits.masked_fill(~is_finite.unsqueeze(-1), 0)
+        return Highest(ids, values, logits.float().softmax(-1).amax(-1))
 
 
 def read_logits(
@@ -135,6 +142,7 @@ def read_logits(
     vocab_size: int,
     asks_confidence: bool = False,
     one_by_one: bool = False,
+    highest: Highest | None = None,  # where it is known
 ) -> list[Rows]:
     """What a level says to each sequence."""
     reader = LogitsReader(
@@ -146,12 +154,12 @@ def read_logits(
         asks_confidence=asks_confidence,
         one_by_one=one_by_one,
     )
-    ids, probs, highest, confidence = reader(logits)
+    ids, probs, highest_values, confidence = reader(logits, highest)
     counts = [stop - start for start, stop in bounds]
     nothing: list[Tensor | None] = [None] * len(sequences)
     probs_of: Items[Tensor | None] = nothing if probs is None else probs.split(counts)
     confidence_of: Items[Tensor | None] = nothing if confidence is None else confidence.split(counts)
-    all_ids, are_finite = ids.tolist(), [math.isfinite(value) for value in highest.tolist()]
+    all_ids, are_finite = ids.tolist(), [math.isfinite(value) for value in highest_values.tolist()]
     rows = []
     for b, (sequence, (start, stop)) in enumerate(zip(sequences, pairwise(accumulate(counts, initial=0)), strict=True)):
         failure = None if all(are_finite[start:stop]) else are_finite.index(False, start) - start

@@ -3,18 +3,31 @@
 T tokens side by side; D hidden size; V vocabulary; W positions in the window of a sequence.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from contextlib import suppress
 from functools import partial
-from typing import NamedTuple
+from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..heads import Attend, EarlyExitModel, ExitHead, StateRows, States
+from ..heads import (
+    Attend,
+    EarlyExitModel,
+    ExitHead,
+    Highest,
+    Native,
+    NotNative,
+    StateRows,
+    States,
+    StepChain,
+    find_kernels,
+    highest_step,
+)
 from .attention import IsKept, KeepOnly
-from .draft_plan import DraftPlan
+from .draft_plan import DraftPass, DraftPlan
 from .kv_cache import KVCache
 from .levels import Level
 from .packed_rows import Bounds, PackedRows, Pass, RowPacker, rows_within
@@ -23,16 +36,10 @@ from .sequence import Chunk, Sequence
 from .token_tree import TokenTree
 from .transfer import to_device
 
+R = TypeVar("R")
+
 FEW = 8
 """Positions that a head may see with its next draft: more are worth a pass of their own."""
-
-
-class Newest(NamedTuple):
-    """What the target's layers have just made."""
-
-    sequences: list[Sequence]
-    bounds: Bounds
-    states: Tensor  # [T, D], final
 
 
 class ModelRunner:
@@ -71,7 +78,9 @@ class ModelRunner:
         parts = [*self._layers, *self._heads]
         self._whole = self._layers[0]
         if len(levels) > 1:
-            self._whole = Part("layers of all levels", self._run_all_layers, range(backbone.num_layers))
+            self._whole = Part(
+                "layers of all levels", partial(self._run_layers, range(len(levels))), range(backbone.num_layers)
+            )
             parts.append(self._whole)
         self._packer = RowPacker(
             kv_cache, window, num_rows + 1, backbone.device, is_exact=is_exact, by_varlen=by_varlen
@@ -82,7 +91,6 @@ class ModelRunner:
         """The token ids that level `index` scores; None is the whole vocabulary."""
         return None if self.levels[index].head is None else self._head(index).draft_vocab_ids
 
-    @torch.inference_mode()
     def prefill(self, chunks: list[Chunk]) -> Tensor | None:  # [C, V], of C chunks that reach their sequence's end
         """Read committed tokens at every level; logits of what follows those read to the end, None if none is."""
         backbone = self.model.backbone
@@ -114,35 +122,53 @@ class ModelRunner:
                 ends.append(int(last_row))
         return backbone.logits(states[0, ends]) if ends else None
 
-    @torch.inference_mode()
-    def advance(self, index: int, sequences: list[Sequence]) -> Newest | None:
-        """Run level `index` over all known tokens that it has not seen; the level before it must have.
-
-        The final states, where it is the target and they are not in a graph's memory.
-        """
+    def advance(self, index: int, sequences: list[Sequence]) -> None:
+        """Run level `index` over all known tokens that it has not seen; the level before it must have."""
         sequences = [sequence for sequence in sequences if sequence.num_computed[index] < sequence.num_known]
         if not sequences:
-            return None
+            return
         bounds = [(sequence.num_computed[index], sequence.num_known) for sequence in sequences]
         part = self._layers[index]
         (rows,) = self._run.pack([part], [Pass(sequences, bounds, has_ids=index == 0, attends=bool(part.kv_layers))])
-        states = self._run(part, rows)
+        self._run(part, rows)
         for sequence, (_, stop) in zip(sequences, bounds, strict=True):
             self._count_layers(index, sequence, stop)
-        return _newest(sequences, bounds, rows, states)
 
-    @torch.inference_mode()
-    def advance_whole(self, sequences: list[Sequence]) -> Newest | None:
-        """As `advance` of all levels, in one pass; each level must have seen the same tokens before."""
-        bounds = [(sequence.num_computed[0], sequence.num_known) for sequence in sequences]
-        (rows,) = self._run.pack([self._whole], [Pass(sequences, bounds, has_ids=True)])
-        states = self._run(self._whole, rows)
-        for index in range(len(self.levels)):
+    def judge(
+        self,
+        sequences: list[Sequence],
+        starts: Items[int],
+        *,
+        is_whole: bool,  # run the levels below too, which have seen the same tokens before
+    ) -> tuple[Tensor, Highest | None]:  # [T, V]
+        """`advance` the target, or all levels, and `score` it; the highest logits where these are known too."""
+        index = len(self.levels) - 1
+        first = 0 if is_whole else index
+        bounds = [(sequence.num_computed[first], sequence.num_known) for sequence in sequences]
+        part = self._whole if is_whole else self._layers[index]
+        (rows,) = self._run.pack([part], [Pass(sequences, bounds, has_ids=first == 0)])
+        found = None
+        if isinstance(rows, PackedRows) and all(start == own[0] for start, own in zip(starts, bounds, strict=True)):
+            found = self._judge_at_once(range(first, index + 1), rows)
+        if found is None:
+            self._run(part, rows)
+        for level in range(first, index + 1):
             for sequence, (_, stop) in zip(sequences, bounds, strict=True):
-                self._count_layers(index, sequence, stop)
-        return _newest(sequences, bounds, rows, states)
+                self._count_layers(level, sequence, stop)
+        return (self.score(index, sequences, starts), None) if found is None else found
 
-    @torch.inference_mode()
+    def _judge_at_once(self, levels: range, rows: PackedRows) -> tuple[Tensor, Highest] | None:
+        """What `judge` gives, by a single call of our own kernels; None where these do not take something of it."""
+        chain = StepChain()
+        try:
+            states = chain.add(self._layers_steps(levels, rows, rows.token_ids))[-1][0]
+            logits = chain.add(self.model.backbone.logits_step(StateRows(states, None)))
+            highest = chain.add(highest_step(logits, None, with_probabilities=False))
+        except NotNative:
+            return None
+        chain.run()
+        return logits, highest
+
     def advance_trees(self, index: int, sequences: list[Sequence], trees: list[TokenTree]) -> None:
         """Run level `index` over trees of tokens, whose roots are the newest known tokens; the level before it must
         have. They lie in the slots and window places from the root's on, for which there must be room, and none of
@@ -156,13 +182,11 @@ class ModelRunner:
             assert sequence.num_computed[index] == start
             sequence.stats.levels[level.name].num_layer_passes += (stop - start) * (level.stop - level.start)
 
-    @torch.inference_mode()
     def score_nodes(self, sequences: Items[Sequence], nodes: Items[Items[int]]) -> Tensor:
         """The target's logits at nodes of each sequence's tree, packed: `[T, V]`; `advance_trees` must have run."""
         slots = [slot for s, chosen in zip(sequences, nodes, strict=True) for slot in self._window_places(s, chosen)]
         return self.model.backbone.logits(self._final_states[to_device(slots, self.device)])
 
-    @torch.inference_mode()
     def keep_paths(
         self,
         sequences: list[Sequence],
@@ -203,25 +227,20 @@ class ModelRunner:
         for states in (self._final_states, *self._hidden):
             states[targets] = states[sources]
 
-    @torch.inference_mode()
     def erase_stale(self, sequence: Sequence) -> None:
         """Forget keys and values behind all that stands: NaN among them would reach others through its mask."""
         self._kv_cache.erase(sequence.block_table, max(sequence.num_computed))
 
-    @torch.inference_mode()
-    def score(self, index: int, sequences: list[Sequence], starts: Items[int], newest: Newest | None = None) -> Tensor:
+    def score(self, index: int, sequences: list[Sequence], starts: Items[int]) -> Tensor:
         """Logits of level `index` at positions `[starts[b], known)` of each sequence, packed: `[T, V or V_d]`.
 
-        `advance` must have run over them; `newest` is what it gave.
+        `advance` must have run over them.
         """
         if self.levels[index].head is None:
             wanted = [(start, sequence.num_known) for sequence, start in zip(sequences, starts, strict=True)]
-            if newest is not None and (newest.sequences, newest.bounds) == (sequences, wanted):
-                return self.model.backbone.logits(newest.states)
             return self.model.backbone.logits(self._final_states[self._window_slots(sequences, wanted)])
         return self.score_exit(index, sequences, starts)[1]
 
-    @torch.inference_mode()
     def score_exit(
         self, index: int, sequences: list[Sequence], starts: Items[int]
     ) -> tuple[Tensor, Tensor]:  # [T, D], [T, V or V_d]
@@ -249,7 +268,6 @@ class ModelRunner:
             if lag > FEW and (sequence.asked is None or any(sequence.asked))
         ]
 
-    @torch.inference_mode()
     def complete_head(self, index: int, sequences: list[Sequence]) -> None:
         """Let the head of level `index` keep keys and values of all that its layers have seen, if it keeps any.
 
@@ -266,14 +284,16 @@ class ModelRunner:
         for sequence, (_, stop) in zip(sequences, bounds, strict=True):
             self._count_head(index, sequence, stop)
 
-    @torch.inference_mode()
     def plan_draft(
         self,
         sequences: list[Sequence],
         counts: list[int],  # of tokens that each is to draw, at least 1; never rising
+        *,
+        may_be_at_once: bool = False,  # whether `draft_at_once` is to be tried
     ) -> DraftPlan:
         """Prepare to draw tokens at the lowest level, and count the passes for it as run."""
         lengths = [sequence.num_known for sequence in sequences]
+        ends = [length + count for length, count in zip(lengths, counts, strict=True)]
         unseen = [(s, (s.num_computed[0], s.num_known)) for s in sequences if s.num_computed[0] < s.num_known]
         newest = [(length - 1, length) for length in lengths]
         bounds = self._head_bounds(0, sequences, newest)
@@ -290,21 +310,20 @@ class ModelRunner:
         for place, number in enumerate(nums_active[1:]):
             following = [(length + place, length + place + 1) for length in lengths[:number]]
             passes.append(Pass(sequences[:number], following, attends=layers_attend or head_attends))
+        has_last = may_be_at_once and self.device.type == "cpu" and find_kernels() is not None
+        if has_last:
+            passes.append(Pass(sequences, [(end - 1, end) for end in ends], attends=layers_attend))
         rows = list(self._run.pack([self._layers[0], self._heads[0]], passes))
+        last = rows.pop() if has_last else None
         first = rows.pop(0) if unseen and not are_same else None
         unscored = rows.pop(0)
-        for sequence, length, count in zip(sequences, lengths, counts, strict=True):
-            self._count_layers(0, sequence, length + count - 1)
-            self._count_head(0, sequence, length + count - 1)
-        return DraftPlan(
-            nums_active,
-            unseen=unscored if are_same else first,
-            unscored=unscored,
-            newest=rows_within(bounds, newest, self.device),
-            following=rows,
-        )
+        for sequence, end in zip(sequences, ends, strict=True):
+            self._count_layers(0, sequence, end - 1)
+            self._count_head(0, sequence, end - 1)
+        tokens = [DraftPass(unscored if are_same else first, unscored, rows_within(bounds, newest, self.device))]
+        tokens += [DraftPass(own, own, slice(number)) for own, number in zip(rows, nums_active[1:], strict=True)]
+        return DraftPlan(sequences, nums_active, tokens, last, ends)
 
-    @torch.inference_mode()
     def draft(
         self,
         plan: DraftPlan,
@@ -312,14 +331,46 @@ class ModelRunner:
         ids: Tensor | None,  # [B] int64, the tokens before it; None for the first
     ) -> Tensor:  # [B, V or V_d], of the sequences that are active
         """Logits of the draft's next token; nothing waits for the device, and nothing is sent to it."""
-        if ids is None:
-            if plan.unseen is not None:
-                self._run(self._layers[0], plan.unseen)
-            return self._head_logits(0, plan.unscored, plan.newest)
-        rows, active = plan.following[place - 1], slice(plan.nums_active[place])
-        rows.token_ids[active] = ids[active]
-        self._run(self._layers[0], rows)
-        return self._head_logits(0, rows, active)
+        layer_rows, head_rows, wanted = plan.tokens[place]
+        if ids is not None:
+            active = slice(plan.nums_active[place])
+            head_rows.token_ids[active] = ids[active]
+        if layer_rows is not None:
+            self._run(self._layers[0], layer_rows)
+        return self._exit_logits(0, self._head_state(0, head_rows, wanted))
+
+    def draft_at_once(self, plan: DraftPlan, *, with_probabilities: bool) -> list[Highest] | None:
+        """All tokens of a greedy draft, and the layers over the last ones, by a single call of our own kernels; None
+        where these do not take something of it."""
+        if plan.last is None:
+            return None
+        chain, found = StepChain(), []
+        latest = torch.zeros(plan.nums_active[0], dtype=torch.int64)
+        try:
+            for place, (layer_rows, head_rows, wanted) in enumerate(plan.tokens):
+                if layer_rows is not None:
+                    token_ids = layer_rows.token_ids if place == 0 else latest[: plan.nums_active[place]]
+                    chain.add(self._layers_steps(range(1), layer_rows, token_ids))
+                state = chain.add(self._head_step(0, head_rows))[0]
+                chosen = StateRows(state, wanted) if isinstance(wanted, Tensor) else StateRows(state[wanted], None)
+                logits = chain.add(self.model.exit_step(self._head_number(0), chosen))
+                found.append(
+                    chain.add(
+                        highest_step(
+                            logits,
+                            self.vocab_ids(0),
+                            with_probabilities=with_probabilities,
+                            latest=latest[: plan.nums_active[place]],
+                        )
+                    )
+                )
+            chain.add(self._layers_steps(range(1), plan.last, latest))
+        except NotNative:
+            return None
+        chain.run()
+        for sequence, end in zip(plan.sequences, plan.ends, strict=True):
+            self._count_layers(0, sequence, end)
+        return found
 
     def forget_graphs(self) -> None:
         """To be called when the model's tensors have moved."""
@@ -328,31 +379,38 @@ class ModelRunner:
     def _layers_part(self, index: int) -> Part:
         level = self.levels[index]
         name = f"layers {level.start} to {level.stop} of the {level.name} level"
-        return Part(name, partial(self._run_layers, index), range(level.start, level.stop))
+        return Part(name, partial(self._run_layers, range(index, index + 1)), range(level.start, level.stop))
 
     def _head_part(self, index: int) -> Part:
         head = self._head(index)
         kv_layers = [head.kv_layer] if head.has_block else []
         return Part(f"head of the {self.levels[index].name} level", partial(self._run_head, index), kv_layers)
 
-    def _run_layers(self, index: int, rows: PackedRows) -> Tensor:  # [T, D]
-        level, backbone = self.levels[index], self.model.backbone
-        source: States
-        if index == 0:
-            source = backbone.embedded(rows.token_ids, rows.positions)
-        else:
-            source = StateRows(self._hidden[index - 1], rows.window_slots)
-        is_target, keep = level.head is None, self._kept(index, rows)
-        states = backbone.run_layers(
-            source, level.start, level.stop, rows.positions, rows.attend, norms=is_target, keep=keep
-        )
-        return states[0]
+    def _run_layers(self, levels: range, rows: PackedRows) -> None:
+        self._by_layers(self.model.backbone.run_through, levels, rows, rows.token_ids)
 
-    def _run_all_layers(self, rows: PackedRows) -> Tensor:  # [T, D]
-        backbone, stops = self.model.backbone, [level.stop for level in self.levels]
-        source = backbone.embedded(rows.token_ids, rows.positions)
-        keeps = [self._kept(index, rows) for index in range(len(stops))]
-        return backbone.run_through(source, 0, stops, rows.positions, rows.attend, norms=True, keeps=keeps)[-1][0]
+    def _by_layers(self, run: Callable[..., R], levels: range, rows: PackedRows, token_ids: Tensor) -> R:
+        """Call what runs layers, or makes steps of them, for some levels."""
+        return run(
+            self._source(levels[0], rows, token_ids),
+            self.levels[levels[0]].start,
+            [self.levels[index].stop for index in levels],
+            rows.positions,
+            rows.attend,
+            norms=self.levels[levels[-1]].head is None,
+            keeps=[self._kept(index, rows) for index in levels],
+        )
+
+    def _layers_steps(self, levels: range, rows: AnyRows, token_ids: Tensor) -> Native[list[Tensor]] | None:
+        if not isinstance(rows, PackedRows):
+            return None
+        return self._by_layers(self.model.backbone.layers_steps, levels, rows, token_ids)
+
+    def _source(self, index: int, rows: PackedRows, token_ids: Tensor) -> States:
+        """What the layers of a level take."""
+        if index == 0:
+            return self.model.backbone.embedded(token_ids, rows.positions)
+        return StateRows(self._hidden[index - 1], rows.window_slots)
 
     def _kept(self, index: int, rows: PackedRows) -> StateRows:
         """Where what the layers of a level make is kept."""
@@ -360,13 +418,18 @@ class ModelRunner:
         return StateRows(table, rows.window_slots)
 
     def _run_head(self, index: int, rows: PackedRows, attend: Attend | None = None) -> Tensor:  # [T, D]
-        head = self._head(index)
-        hidden = StateRows(self._hidden[index], rows.window_slots)
-        context = StateRows(self._final_states, rows.context_slots) if head.config.committed_context else None
-        return head(hidden, context, rows.positions, attend or rows.attend)[0]
+        return self._head(index)(*self._head_source(index, rows), rows.positions, attend or rows.attend)[0]
 
-    def _head_logits(self, index: int, rows: AnyRows, wanted: Tensor | slice) -> Tensor:
-        return self._exit_logits(index, self._head_state(index, rows, wanted))
+    def _head_step(self, index: int, rows: AnyRows) -> Native[Tensor] | None:  # [1, T, D]
+        if not isinstance(rows, PackedRows):
+            return None
+        return self._head(index).step(*self._head_source(index, rows), rows.positions, rows.attend)
+
+    def _head_source(self, index: int, rows: PackedRows) -> tuple[StateRows, StateRows | None]:
+        """What a head takes: states at its exit layer, and their contexts where it has them."""
+        context = StateRows(self._final_states, rows.context_slots)
+        has_context = self._head(index).config.committed_context
+        return StateRows(self._hidden[index], rows.window_slots), context if has_context else None
 
     def _head_state(self, index: int, rows: AnyRows, wanted: Tensor | slice) -> Tensor:
         state = self._run(self._heads[index], rows)
@@ -374,9 +437,7 @@ class ModelRunner:
         return state[wanted]
 
     def _exit_logits(self, index: int, state: Tensor) -> Tensor:
-        head = self.levels[index].head
-        assert head is not None
-        return self.model.exit_logits(head, state)
+        return self.model.exit_logits(self._head_number(index), state)
 
     def _head_bounds(self, index: int, sequences: list[Sequence], wanted: Bounds) -> Bounds:
         """What a head must run over to score what is wanted."""
@@ -412,19 +473,19 @@ class ModelRunner:
         context[0, torch.from_numpy(first_rows).to(device)] = torch.where(has_before, self._final_states[slots], 0)
         return context
 
-    def _head(self, index: int) -> ExitHead:
+    def _head_number(self, index: int) -> int:
+        """Which of the model's heads a level has."""
         number = self.levels[index].head
         assert number is not None
-        head = self.model.heads[number]
+        return number
+
+    def _head(self, index: int) -> ExitHead:
+        head = self.model.heads[self._head_number(index)]
         assert isinstance(head, ExitHead)
         return head
 
     def _window_slots(self, sequences: list[Sequence], bounds: Bounds) -> Tensor:  # [T]
         return to_device(self._packer.window_slots(sequences, bounds), self.device)
-
-
-def _newest(sequences: list[Sequence], bounds: Bounds, rows: AnyRows, states: Tensor | None) -> Newest | None:
-    return Newest(sequences, bounds, states) if states is not None and isinstance(rows, PackedRows) else None
 
 
 def _first_out_of_place(path: list[int]) -> int:

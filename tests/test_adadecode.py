@@ -79,19 +79,19 @@ def test_later_layers_run_only_where_they_are_asked(model):
     """Where the first exit is sure of all, the others see committed tokens once, in the target's pass."""
     engine = Engine(model, method="adadecode", num_draft_tokens=4, exit_confidence=0.0, num_blocks=60)
     passes = []
-    run, run_whole = ModelRunner.advance, ModelRunner.advance_whole
+    run, judge = ModelRunner.advance, ModelRunner.judge
 
     def counted(self, index, sequences):
         passes.append(index)
         run(self, index, sequences)
 
-    def whole(self, sequences):
-        passes.extend(range(1, 5))
-        run_whole(self, sequences)
+    def judged(self, sequences, starts, *, is_whole):
+        passes.extend(range(1, 5) if is_whole else [4])
+        return judge(self, sequences, starts, is_whole=is_whole)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ModelRunner, "advance", counted)
-        patch.setattr(ModelRunner, "advance_whole", whole)
+        patch.setattr(ModelRunner, "judge", judged)
         engine.generate(PROMPTS[:1], PARAMS)
     num_rounds = engine.stats.levels["target"].num_rounds
     assert [passes.count(index) for index in range(1, 5)] == [num_rounds] * 4

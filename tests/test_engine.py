@@ -48,21 +48,23 @@ def test_no_layer_sees_a_token_twice(base, method):
     """With drafts that are always right, nothing is ever computed again, at any level."""
     model = build_heads(shallow(base, 2), "good")
     seen: dict[tuple[int, int], int] = {}
-    run_layers, run_block = model.backbone.run_layers, model.backbone.run_block
+    # Both are asked whether layers run by our own kernels or not.
+    layers_steps, block_step = model.backbone.layers_steps, model.backbone.block_step
 
     def count(layer, positions):
         for position in positions.tolist():
             seen[layer, position] = seen.get((layer, position), 0) + 1
 
-    def watch_layers(hidden, start, stop, positions, attend, **options):
-        count(start, positions)
-        return run_layers(hidden, start, stop, positions, attend, **options)
+    def watch_layers(hidden, start, stops, positions, attend, **options):
+        for first in [start, *stops[:-1]]:
+            count(first, positions)
+        return layers_steps(hidden, start, stops, positions, attend, **options)
 
     def watch_block(block, kv_layer, hidden, positions, attend, norm):
         count(kv_layer, positions)
-        return run_block(block, kv_layer, hidden, positions, attend, norm)
+        return block_step(block, kv_layer, hidden, positions, attend, norm)
 
-    model.backbone.run_layers, model.backbone.run_block = watch_layers, watch_block
+    model.backbone.layers_steps, model.backbone.block_step = watch_layers, watch_block
     engine = Engine(model, method=method, num_draft_tokens=2, num_provisional_tokens=3)
     engine.generate([PROMPTS[0]], SamplingParams(max_new_tokens=30, ignore_eos=True))
     assert engine.stats.levels["target"].acceptance_rate == 1

@@ -209,10 +209,17 @@ def test_a_plain_round_is_one_pass_and_no_head(base, scripted, method):
     engine = scripted(model, lambda number, place: 0, method=method)
     passes, calls, completed = [], [], []
     call, complete = engine._runner._run.__class__.__call__, ModelRunner.complete_head
+    judge_at_once = ModelRunner._judge_at_once
 
     def counted(self, part, rows):
         passes.append(part.name)
         return call(self, part, rows)
+
+    def counted_at_once(self, levels, rows):
+        found = judge_at_once(self, levels, rows)
+        if found is not None:
+            passes.append("layers of all levels" if len(levels) == len(self.levels) else "others")
+        return found
 
     def counted_heads(self, index, sequences):
         completed.append(len(sequences))
@@ -222,6 +229,7 @@ def test_a_plain_round_is_one_pass_and_no_head(base, scripted, method):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine._runner._run.__class__, "__call__", counted)
         patch.setattr(ModelRunner, "complete_head", counted_heads)
+        patch.setattr(ModelRunner, "_judge_at_once", counted_at_once)
         sequences = run(engine, RAGGED, 0)
         passes.clear()
         calls.clear()

@@ -41,12 +41,13 @@ Share share_of_outputs(int64_t count) { return share(count, LANES); }
 
 typedef std::initializer_list<Share> Shares;
 
-// Rows as they are, of type B.
+// Rows as they are, of type B: side by side, or each in its place.
 template <typename B> struct Plain {
     const B* states;
     int64_t size;
+    const int64_t* places = nullptr;
     Lanes at(int64_t row, int64_t first, __mmask16 which) const {
-        return load_some(states + row * size + first, which);
+        return load_some(states + (places ? places[row] : row) * size + first, which);
     }
 };
 
@@ -145,7 +146,7 @@ void multiply(const Linear& linear, const Source& source, int64_t num_rows, Shar
 
 // `states @ weight.T * scale + bias`, [T, O].
 template <typename A>
-void product(const Linear& linear, const A* states, A* outputs, int64_t num_rows, int64_t num_threads) {
+void product(const Linear& linear, const Plain<A>& source, A* outputs, int64_t num_rows, int64_t num_threads) {
     thread_local std::vector<float> memory;
     thread_local std::vector<Lanes> lanes;
     float* sums = room_in(memory, num_rows * linear.num_outputs);
@@ -153,7 +154,7 @@ void product(const Linear& linear, const A* states, A* outputs, int64_t num_rows
 #pragma omp parallel num_threads(num_threads)
     {
         const Share own = share_of_outputs(linear.num_outputs);
-        multiply<A>(linear, Plain<A>{states, linear.num_inputs}, num_rows, {own}, room, sums);
+        multiply<A>(linear, source, num_rows, {own}, room, sums);
         for (int64_t row = 0; row < num_rows; ++row)
             for (int64_t first = own.first; first < own.last; first += LANES) {
                 const int64_t place = row * linear.num_outputs + first;
