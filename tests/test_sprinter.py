@@ -230,16 +230,25 @@ def test_a_doubted_token_without_finite_states_spoils_nothing_before_it(monkeypa
     request_id = engine.add_request(PROMPTS[1], PARAMS)
     (sequence,) = engine._unfinished[request_id]
     runner, spoilt = engine._runner, []
-    advance = runner.advance
+    advance, judge = runner.advance, runner.judge
 
-    def spoiling(index, sequences):
-        if index == 1 and sequence.proposed[-1]:
+    def spoil():
+        if sequence.proposed[-1]:
             newest = runner._window_slots([sequence], [(sequence.num_known - 1, sequence.num_known)])
             runner._hidden[0][newest] = math.nan
             spoilt.append(sequence.num_known)
+
+    def spoiling(index, sequences):
+        if index == 1:
+            spoil()
         advance(index, sequences)
 
+    def spoiling_judge(sequences, starts, *, is_whole):
+        spoil()
+        return judge(sequences, starts, is_whole=is_whole)
+
     monkeypatch.setattr(runner, "advance", spoiling)
+    monkeypatch.setattr(runner, "judge", spoiling_judge)
     completions = []
     while not completions:
         completions = engine.step()
