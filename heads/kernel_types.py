@@ -254,7 +254,7 @@ def source_of(source: StateRows | JoinedRows) -> Source:
 
 def rows_in(rows: StateRows) -> Rows:
     """As kernels take them."""
-    return Rows(rows.table.data_ptr(), pointer(rows.places), len(rows.table))
+    return Rows(rows.table.data_ptr(), pointer(rows.places), rows.table.shape[0])
 
 
 def turns_of(rotary: Rotary) -> Turns:

@@ -70,7 +70,7 @@ class RotaryTable:
         """For these positions, in the type of `like`."""
         frequencies = self._embedding.inv_freq
         made_of = like.dtype, frequencies.data_ptr(), frequencies.dtype
-        if self._rows is None or self._made_of != made_of or num_positions > len(self._rows.cos):
+        if self._rows is None or self._made_of != made_of or num_positions > self._rows.cos.shape[0]:
             length = max(FIRST_LENGTH, 1 << num_positions.bit_length())
             everywhere = torch.arange(length, device=like.device).unsqueeze(0)
             self._rows = Rotary.of(*self._embedding(like, position_ids=everywhere))

@@ -22,7 +22,7 @@ class StateRows(NamedTuple):
     @property
     def num_rows(self) -> int:
         """T."""
-        return len(self.table if self.places is None else self.places)
+        return (self.table if self.places is None else self.places).shape[0]
 
     def states(self) -> Tensor:  # [1, T, D]
         """The rows side by side."""

@@ -39,7 +39,8 @@ from .transfer import to_device
 R = TypeVar("R")
 
 FEW = 8
-"""Positions that a head may see with its next draft: more are worth a pass of their own."""
+"""Positions that a head may see with its next draft, or as many as cost no more than one: more are worth a pass of
+their own."""
 
 
 class ModelRunner:
@@ -64,11 +65,14 @@ class ModelRunner:
     ) -> None:
         self.model = model
         self.levels = levels
+        self._exit_heads = model.exit_heads
         self._kv_cache = kv_cache
         self._window = window
         self._max_lag = max_lag
         backbone = model.backbone
         self.device = backbone.device
+        self._few = max(FEW, backbone.row_step)
+        self._has_kernels = backbone.device.type == "cpu" and find_kernels() is not None
         # One row more than sequences have: nobody's.
         shape = ((num_rows + 1) * window, backbone.hidden_size)
         self._final_states = torch.zeros(shape, dtype=backbone.dtype, device=backbone.device)
@@ -148,7 +152,7 @@ class ModelRunner:
         part = self._whole if is_whole else self._layers[index]
         (rows,) = self._run.pack([part], [Pass(sequences, bounds, has_ids=first == 0)])
         found = None
-        if isinstance(rows, PackedRows) and all(start == own[0] for start, own in zip(starts, bounds, strict=True)):
+        if self._has_kernels and isinstance(rows, PackedRows) and all(start == own[0] for start, own in zip(starts, bounds, strict=True)):
             found = self._judge_at_once(range(first, index + 1), rows)
         if found is None:
             self._run(part, rows)
@@ -265,7 +269,7 @@ class ModelRunner:
         return [
             sequence
             for sequence, lag in zip(sequences, lags, strict=True)
-            if lag > FEW and (sequence.asked is None or any(sequence.asked))
+            if lag > self._few and (sequence.asked is None or any(sequence.asked))
         ]
 
     def complete_head(self, index: int, sequences: list[Sequence]) -> None:
@@ -310,7 +314,7 @@ class ModelRunner:
         for place, number in enumerate(nums_active[1:]):
             following = [(length + place, length + place + 1) for length in lengths[:number]]
             passes.append(Pass(sequences[:number], following, attends=layers_attend or head_attends))
-        has_last = may_be_at_once and self.device.type == "cpu" and find_kernels() is not None
+        has_last = may_be_at_once and self._has_kernels
         if has_last:
             passes.append(Pass(sequences, [(end - 1, end) for end in ends], attends=layers_attend))
         rows = list(self._run.pack([self._layers[0], self._heads[0]], passes))
@@ -480,9 +484,7 @@ class ModelRunner:
         return number
 
     def _head(self, index: int) -> ExitHead:
-        head = self.model.heads[self._head_number(index)]
-        assert isinstance(head, ExitHead)
-        return head
+        return self._exit_heads[self._head_number(index)]
 
     def _window_slots(self, sequences: list[Sequence], bounds: Bounds) -> Tensor:  # [T]
         return to_device(self._packer.window_slots(sequences, bounds), self.device)
