@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -11,7 +11,7 @@ from .acceptance_file import known_acceptance
 from .config import EngineConfig
 from .cost_file import machine_key, read_costs, write_costs
 from .cost_model import Acceptance, Costs, Setting, row_cost
-from .draft_lengths import build_choice
+from .draft_lengths import build_choice, on_context_grid
 from .machine import measure_costs
 from .ngram_proposer import RowCost
 from .planner import Plan, plan
@@ -71,8 +71,16 @@ def make_plan(model: EarlyExitModel, options: Mapping[str, Any], build_engine: "
         plan=made,
         options={**options, **planned},
         round_policy=build_policy(costs, acceptance, made.engine, by_confidence=by_confidence),
-        row_cost=cache(partial(row_cost, costs)),
+        row_cost=_row_cost_by_grid(costs),
     )
+
+
+def _row_cost_by_grid(costs: Costs) -> RowCost:
+    @cache
+    def at(num_seqs: int, context: int | None) -> float:
+        return row_cost(costs if context is None else costs.behind(context), num_seqs)
+
+    return lambda num_seqs, context: at(num_seqs, on_context_grid(context))
 
 
 def build_policy(

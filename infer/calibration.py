@@ -41,6 +41,9 @@ def calibrate(
     parts: Mapping[str | int, Table],  # by name, see `Part`: seconds behind a usual context
     near: Mapping[str | int, Table],  # `layers` and exit heads behind the context of the rounds
     rounds: Items[TimedRound],
+    *,
+    context: float,  # the usual one, in tokens
+    near_context: float,  # that of the rounds
 ) -> Costs:
     """The costs of the parts behind their usual context, with what rounds take beyond them."""
     exits = sorted(name for name in parts if isinstance(name, int))
@@ -66,7 +69,19 @@ def calibrate(
         per_draw=per_draw,
         per_middle=per_middle,
         per_round=Overhead(fixed=overheads[6], by_sequence=overheads[7], by_row=overheads[8]),
+        context=context,
+        layer_by_token=_by_token(parts["layers"], near["layers"], (context - near_context) * num_layers / scale),
     )
+
+
+def _by_token(far: Table, near: Table, num_tokens: float) -> Table | None:
+    if num_tokens <= 0:
+        return None
+    seconds = tuple(
+        tuple(max(0.0, value - near.at(size, rows)) / num_tokens for rows, value in zip(far.num_rows, row, strict=True))
+        for size, row in zip(far.batch_sizes, far.seconds, strict=True)
+    )
+    return replace(far, seconds=seconds)
 
 
 def _equations(costs: Costs, timed: TimedRound) -> list[tuple[list[float], float]]:

@@ -19,7 +19,7 @@ from ..heads import EarlyExitModel, cache_folder, find_kernels
 from .config import EngineConfig
 from .cost_model import Costs, Overhead, Table
 
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 NEUTRAL_OPTIONS = frozenset({"max_num_seqs", "num_blocks", "max_prefill_tokens", "plan", "replan"})
 """Options of an engine that do not change what a round takes."""
 
@@ -82,10 +82,12 @@ def costs_from_dict(values: Mapping[str, Any]) -> Costs:
         per_draw=_overhead(values["per_draw"]),
         per_middle=_overhead(values["per_middle"]),
         per_round=_overhead(values["per_round"]),
+        context=_at_least_nothing(values["context"]),
+        layer_by_token=None if values["layer_by_token"] is None else _table(values["layer_by_token"], least=0.0),
     )
 
 
-def _table(values: Mapping[str, Any]) -> Table:
+def _table(values: Mapping[str, Any], least: float = math.ulp(0.0)) -> Table:
     table = Table(
         batch_sizes=tuple(map(int, values["batch_sizes"])),
         num_rows=tuple(map(int, values["num_rows"])),
@@ -99,16 +101,20 @@ def _table(values: Mapping[str, Any]) -> Table:
     for side in (table.batch_sizes, table.num_rows):
         if not side or side[0] < 1 or any(a >= b for a, b in pairwise(side)):
             raise ValueError("a table's sides do not rise")
-    if not all(math.isfinite(value) and value > 0 for row in table.seconds for value in row):
+    if not all(math.isfinite(value) and value >= least for row in table.seconds for value in row):
         raise ValueError("a table holds what are no seconds")
     return table
 
 
 def _overhead(values: Mapping[str, Any]) -> Overhead:
-    overhead = Overhead(**{name: float(value) for name, value in values.items()})
-    if not all(math.isfinite(value) and value >= 0 for value in asdict(overhead).values()):
-        raise ValueError("an overhead holds what are no seconds")
-    return overhead
+    return Overhead(**{name: _at_least_nothing(value) for name, value in values.items()})
+
+
+def _at_least_nothing(value: Any) -> float:
+    number = float(value)
+    if not math.isfinite(number) or number < 0:
+        raise ValueError("costs hold what is no time and no number of tokens")
+    return number
 
 
 def kept_path(key: Mapping[str, Any]) -> Path:

@@ -13,7 +13,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from .acceptance_length import hispec_length, provisional_lengths, single_layer_length, verifications
 from .config import Method
@@ -21,6 +21,8 @@ from .course import Course
 
 FURTHER_ROWS = 7
 """Rows over which `row_cost` looks: as many as a copied draft has at most, or nearly."""
+LEAST_LAYER = 0.5
+"""Share of a layer's time that is taken to be left behind the shortest context: the rest could be noise."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +97,21 @@ class Costs:
     """What a verification by the intermediate level takes besides its layers and head."""
     per_round: Overhead = Overhead()
     """The same for the target, with all that a round takes beside its levels."""
+    context: float = 0.0
+    """Tokens before those of a pass, in the mean of the sequences, for which all this holds."""
+    layer_by_token: Table | None = None
+    """What one more of them adds to a decoder layer; None where it is not known."""
+
+    def behind(self, context: float) -> "Costs":
+        """The costs behind so many tokens."""
+        if self.layer_by_token is None:
+            return self
+        further = context - self.context
+        seconds = [
+            tuple(max(value + further * by_token, value * LEAST_LAYER) for value, by_token in zip(*rows, strict=True))
+            for rows in zip(self.layer.seconds, self.layer_by_token.seconds, strict=True)
+        ]
+        return replace(self, context=context, layer=replace(self.layer, seconds=tuple(seconds)))
 
 
 @dataclass(frozen=True, kw_only=True)

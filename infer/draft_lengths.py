@@ -18,6 +18,8 @@ GRID = 20
 """Shares are rounded to so many parts of one, so that a choice that was made once can be looked up."""
 HISPEC_GRID = 10
 """The same under `hispec`, where a choice that has to be made is that of one in fifty pairs of lengths."""
+CONTEXT_GRID = 64
+"""Contexts are rounded to so many tokens, for the same reason."""
 MAX_CHOICES = 8192
 """Choices that are kept."""
 CERTAIN = 0.02
@@ -35,8 +37,8 @@ class LengthChoice(Protocol):
     shortest: Lengths
     """The shortest draft there is."""
 
-    def __call__(self, shares: Items[Shares]) -> "Choice":
-        """In the order of the sequences."""
+    def __call__(self, shares: Items[Shares], context: float | None = None) -> "Choice":
+        """In the order of the sequences, behind so many tokens in the mean; None: as many as the costs are for."""
 
 
 class Choice(NamedTuple):
@@ -59,10 +61,10 @@ class SingleLayerLengths:
         self._seconds = lru_cache(maxsize=None)(self._seconds_at)
         self._choose = lru_cache(maxsize=MAX_CHOICES)(self._choose_on_grid)
 
-    def __call__(self, shares: Items[Shares]) -> Choice:
+    def __call__(self, shares: Items[Shares], context: float | None = None) -> Choice:
         """As `LengthChoice`."""
         steps = [round(share * GRID) for (share,) in shares]
-        lengths, rate = self._choose(tuple(sorted(steps)))
+        lengths, rate = self._choose(tuple(sorted(steps)), on_context_grid(context))
         return Choice([lengths[step] for step in steps], rate)
 
     def num_worth(
@@ -71,9 +73,10 @@ class SingleLayerLengths:
         batch_size: int,
         num_drafted: int,  # tokens of the whole batch that this round has drafted
         tokens_per_second: float,  # that time is worth
+        context: float | None = None,  # as for the choice
     ) -> int:
         """How many of them, the first ones, should draft it in one pass; its cost has the target's further rows too."""
-        seconds = self._seconds(batch_size)
+        seconds = self._seconds(batch_size, on_context_grid(context))
         verified = seconds.verified[num_drafted]
         gains = [
             kept - tokens_per_second * (seconds.drafted[number] + seconds.verified[num_drafted + number] - verified)
@@ -82,13 +85,13 @@ class SingleLayerLengths:
         best = max(gains, default=0.0)
         return gains.index(best) + 1 if best > 0 else 0
 
-    def _choose_on_grid(self, steps: tuple[int, ...]) -> tuple[dict[int, Lengths], float]:
+    def _choose_on_grid(self, steps: tuple[int, ...], context: int | None) -> tuple[dict[int, Lengths], float]:
         """By step, and the tokens a second.
 
         Tokens join a round in the order of how likely they are kept, sequences that are alike together, and the best
         round on this way is taken.
         """
-        batch_size, seconds = len(steps), self._seconds(len(steps))
+        batch_size, seconds = len(steps), self._seconds(len(steps), context)
         numbers = Counter(steps)
         # Behind tokens that are kept for certain one is as likely as those before it, and still comes after them.
         joining = sorted(
@@ -110,8 +113,8 @@ class SingleLayerLengths:
             lengths[step] += 1
         return {step: (length,) for step, length in lengths.items()}, rates[num_joined][0]
 
-    def _seconds_at(self, batch_size: int) -> "_RoundSeconds":
-        costs, exit_layer = self._costs, self._exit_layer
+    def _seconds_at(self, batch_size: int, context: int | None) -> "_RoundSeconds":
+        costs, exit_layer = _behind(self._costs, context), self._exit_layer
         most = batch_size * self._max_length
         return _RoundSeconds(
             plain=predict(AUTOREGRESSIVE, costs, Acceptance(hops={}), batch_size).seconds_per_round,
@@ -132,18 +135,19 @@ class HispecLengths:
         self._settings = [each for each in candidates(exit_layers) if each.exit_layers == exit_layers]
         self._choose = lru_cache(maxsize=MAX_CHOICES)(self._choose_on_grid)
 
-    def __call__(self, shares: Items[Shares]) -> Choice:
+    def __call__(self, shares: Items[Shares], context: float | None = None) -> Choice:
         """As `LengthChoice`."""
         steps = tuple(round(sum(level) / len(level) * HISPEC_GRID) for level in zip(*shares, strict=True))
-        lengths, rate = self._choose(len(shares), steps)
+        lengths, rate = self._choose(len(shares), steps, on_context_grid(context))
         return Choice([lengths] * len(shares), rate)
 
-    def _choose_on_grid(self, batch_size: int, steps: tuple[int, ...]) -> tuple[Lengths, float]:
+    def _choose_on_grid(self, batch_size: int, steps: tuple[int, ...], context: int | None) -> tuple[Lengths, float]:
+        costs = _behind(self._costs, context)
         shares = [shifted_shares(kept, step / HISPEC_GRID) for kept, step in zip(self._kept, steps, strict=True)]
         acceptance = Acceptance(hops=dict(zip(self._hops, shares, strict=True)))
 
         def rate(setting: Setting) -> float:
-            return predict(setting, self._costs, acceptance, batch_size).tokens_per_second
+            return predict(setting, costs, acceptance, batch_size).tokens_per_second
 
         lengths = [(each.num_draft_tokens, each.num_provisional_tokens) for each in self._settings]
         rates = [(rate(each), sum(length)) for each, length in zip(self._settings, lengths, strict=True)]
@@ -162,6 +166,15 @@ def build_choice(costs: Costs, acceptance: Acceptance, longest: Setting) -> Leng
         return SingleLayerLengths(costs, acceptance, longest.exit_layers[0], longest.num_draft_tokens)
     draft_exit, middle_exit = longest.exit_layers
     return HispecLengths(costs, acceptance, (draft_exit, middle_exit))
+
+
+def on_context_grid(context: float | None) -> int | None:
+    """The tokens before a round, in steps that hardly change what it costs."""
+    return None if context is None else round(context / CONTEXT_GRID) * CONTEXT_GRID
+
+
+def _behind(costs: Costs, context: int | None) -> Costs:
+    return costs if context is None else costs.behind(context)
 
 
 def shifted_shares(kept: Items[float], first: float) -> tuple[float, ...]:

@@ -30,7 +30,7 @@ from .policy import FixedPolicy, Policy, updated_share
 from .proposer import Proposer
 from .round_policy import RoundPolicy
 from .sampling import draw
-from .sequence import Chunk, Logprob, Proposal, Sequence
+from .sequence import Chunk, Logprob, Proposal, Sequence, mean_length
 from .stats import timed
 from .tree_verifier import TreeDrafter, TreeVerifier
 from .verify import verify_by_equality, verify_by_rejection
@@ -102,7 +102,8 @@ class Hierarchy:
             return
         if self._round_policy is not None:
             # Before any token of the round is drawn: who drafts may depend on nothing but tokens that are verified.
-            chosen = self._round_policy.choose([sequence.kept_shares for sequence in sequences])
+            shares = [sequence.kept_shares for sequence in sequences]
+            chosen = self._round_policy.choose(shares, mean_length(sequences))
             for sequence, asked in zip(sequences, chosen, strict=True):
                 sequence.asked = asked
         for level in range(self._top):

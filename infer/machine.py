@@ -33,7 +33,6 @@ PROBE_CONTEXT = 96
 a round loses more to a longer context than its layers do by themselves."""
 PROBED = (1, 2, 4)
 """Drafted tokens of the rounds that are timed."""
-NEAR_ROWS = (1, *(number + 1 for number in PROBED))
 SECONDS = 8.0
 """How long is timed."""
 NUM_REPEATS = 3, 12
@@ -82,13 +81,14 @@ class CostProbe:
         context, probe_context = min(context, max_context // 2), min(probe_context, max_context // 4)
         self._backbone = model.backbone
         # Engines go first: what they do to the model, such as packing its weights, holds for its parts too.
+        self._contexts = context, probe_context
         self._rounds = list(_build_probes(model, build_engine, options or {}, sizes, probe_context))
         far_timer = PartTimer(model, max_batch, NUM_ROWS[-1], context)
-        near_timer = PartTimer(model, max_batch, NEAR_ROWS[-1], probe_context)
+        near_timer = PartTimer(model, max_batch, NUM_ROWS[-1], probe_context)
         names = part_names(model.exit_layers)
         self._far = [Part(*cell) for cell in product(names, sizes, NUM_ROWS)]
         # The LM head looks at no context.
-        self._near = [Part(*cell) for cell in product(names, sizes, NEAR_ROWS) if cell[0] != "target"]
+        self._near = [Part(*cell) for cell in product(names, sizes, NUM_ROWS) if cell[0] != "target"]
         self._jobs: list[Callable[[], Mapping[str, float]]] = [partial(far_timer.seconds, part) for part in self._far]
         self._jobs += [partial(near_timer.seconds, part) for part in self._near]
         self._jobs += [timer.seconds for timer, _ in self._rounds]
@@ -123,6 +123,8 @@ class CostProbe:
                 asked._replace(seconds=seconds)
                 for (_, asked), seconds in zip(self._rounds, found[num_parts:], strict=True)
             ],
+            context=self._contexts[0],
+            near_context=self._contexts[1],
         )
 
     def close(self) -> None:

@@ -152,7 +152,11 @@ class ModelRunner:
         part = self._whole if is_whole else self._layers[index]
         (rows,) = self._run.pack([part], [Pass(sequences, bounds, has_ids=first == 0)])
         found = None
-        if self._has_kernels and isinstance(rows, PackedRows) and all(start == own[0] for start, own in zip(starts, bounds, strict=True)):
+        if (
+            self._has_kernels
+            and isinstance(rows, PackedRows)
+            and all(start == own[0] for start, own in zip(starts, bounds, strict=True))
+        ):
             found = self._judge_at_once(range(first, index + 1), rows)
         if found is None:
             self._run(part, rows)

@@ -18,10 +18,10 @@ from torch import Tensor
 from .free_drafts import FIRST_SHARES, MAX_MATCHED, best_copy, exits_cost, exits_rate, max_copied, updated_shares
 from .ngram_index import Continuation, NgramIndex
 from .policy import Policy
-from .sequence import Proposal, Sequence
+from .sequence import Proposal, Sequence, mean_length
 from .stats import timed
 
-RowCost = Callable[[int], float | None]
+RowCost = Callable[[int, float], float | None]
 """By the number of sequences: what one more row costs, see `free_drafts`; None where it was not measured."""
 
 
@@ -52,12 +52,12 @@ class NgramProposer:
         self._exit_layers = exit_layers
         self._num_layers = num_layers
         self._policies = policies
-        self._row_cost: RowCost = row_cost or (lambda num_seqs: None)
+        self._row_cost: RowCost = row_cost or (lambda num_seqs, context: None)
 
     def propose(self, sequences: list[Sequence]) -> None:
         """As `Proposer.propose`."""
         with timed([sequence.stats.levels[self._name] for sequence in sequences]):
-            num_seqs, row_cost = len(sequences), self._row_cost(len(sequences))
+            num_seqs, row_cost = len(sequences), self._row_cost(len(sequences), mean_length(sequences))
             for sequence in sequences:
                 found = self._look_up(sequence)
                 most = min(len(found.token_ids), sequence.wanted[-1])
@@ -73,7 +73,7 @@ class NgramProposer:
             return sequences
         others = []
         with timed([sequence.stats.levels[self._name] for sequence in sequences]):
-            num_seqs, row_cost = len(sequences), self._row_cost(len(sequences))
+            num_seqs, row_cost = len(sequences), self._row_cost(len(sequences), mean_length(sequences))
             for sequence in sequences:
                 found = self._look_up(sequence)
                 most = min(len(found.token_ids), sequence.room)

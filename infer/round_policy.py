@@ -45,9 +45,10 @@ class RoundPolicy(Protocol):
     def first_shares(self) -> list[float]:
         """By level below the target: the running share of kept tokens that a new text begins with."""
 
-    def choose(self, kept_shares: Items[Items[float]]) -> Items[Lengths]:
-        """From each sequence's running shares, how much is asked of each level below the target, at most, in the round
-        that begins; zeros for none at all. By confidence this is what is expected, and only zeros bind."""
+    def choose(self, kept_shares: Items[Items[float]], context: float | None = None) -> Items[Lengths]:
+        """From each sequence's running shares, and the tokens that they have in the mean, how much is asked of each
+        level below the target, at most, in the round that begins; zeros for none at all. By confidence this is what is
+        expected, and only zeros bind."""
 
     def going_on(
         self,
@@ -82,6 +83,7 @@ class CostPolicy:
         self._lengths = choice if by_confidence and isinstance(choice, SingleLayerLengths) else None
         self._shares = list(shares)
         self._batch_size, self._tokens_per_second = 0, 0.0
+        self._context: float | None = None
         self._num_idle = 0
         self._interval = FIRST_PROBE
 
@@ -95,10 +97,10 @@ class CostPolicy:
         self._interval = FIRST_PROBE
         return list(self._shares)
 
-    def choose(self, kept_shares: Items[Items[float]]) -> Items[Lengths]:
+    def choose(self, kept_shares: Items[Items[float]], context: float | None = None) -> Items[Lengths]:
         """As `RoundPolicy`."""
-        self._batch_size = len(kept_shares)
-        chosen, self._tokens_per_second = self._choice([tuple(shares) for shares in kept_shares])
+        self._batch_size, self._context = len(kept_shares), context
+        chosen, self._tokens_per_second = self._choice([tuple(shares) for shares in kept_shares], context)
         if all(map(any, chosen)):
             self._num_idle, self._interval = 0, FIRST_PROBE
             return chosen
@@ -113,7 +115,8 @@ class CostPolicy:
         assert self._lengths is not None
         places = sorted(range(len(chances)), key=lambda place: -chances[place])
         falling = [chances[place] for place in places]
-        return places[: self._lengths.num_worth(falling, self._batch_size, num_drafted, self._tokens_per_second)]
+        worth = self._lengths.num_worth(falling, self._batch_size, num_drafted, self._tokens_per_second, self._context)
+        return places[:worth]
 
     def updated_share(
         self, level: int, kept_share: float, num_drafted: int, num_accepted: int, num_plain_rounds: int

@@ -1,6 +1,7 @@
 """One generation."""
 
 import math
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -188,6 +189,11 @@ class Sequence:
         self.window_row = -1
         for level in self.proposed:
             level.clear()
+
+
+def mean_length(sequences: Items[Sequence]) -> float:
+    """Committed tokens of a sequence, in the mean."""
+    return sum(len(sequence.token_ids) for sequence in sequences) / len(sequences)
 
 
 class Chunk(NamedTuple):

@@ -74,7 +74,11 @@ def test_larger_batches_copy_less_and_longer_matches_more(num_matched, num_seqs)
 @pytest.mark.parametrize("options", [{"method": "ngram"}, {"method": "single-layer", "ngram_drafts": True}])
 def test_rows_that_are_measured_to_be_dear_are_not_spent_on_copies(monkeypatch, options):
     model = build_heads(build_base("llama"), "random")
-    for row_cost, copies in ((None, True), (lambda num_seqs: 0.01, True), (lambda num_seqs: 1.0, False)):
+    for row_cost, copies in (
+        (None, True),
+        (lambda num_seqs, context: 0.01, True),
+        (lambda num_seqs, context: 1.0, False),
+    ):
         with monkeypatch.context() as patch:
             made = None, {**options, "num_blocks": 40}, None, row_cost
             patch.setattr(engine_module, "make_plan", lambda model, options, build, made=made: made)

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -71,6 +72,15 @@ def parts_of(found, *, with_target=True):
     return {"layers": whole, **({"target": found.target_head} if with_target else {}), **found.exit_heads}
 
 
+NEAR, FAR = 96, 192
+
+
+def calibrated(far, near, rounds):
+    """What is made of parts behind two contexts, and of rounds behind the nearer one."""
+    parts = parts_of(far), parts_of(near, with_target=False)
+    return calibrate(DEPTH, *parts, rounds, context=FAR, near_context=NEAR)
+
+
 def everything(found):
     """All seconds that the model predicts from these costs."""
     some = Acceptance(hops={(2, 5): (0.6,), (5, DEPTH): (0.7,), (2, DEPTH): (0.5,)})
@@ -81,13 +91,13 @@ def everything(found):
 @pytest.mark.parametrize("scale", [1.0, 0.9])
 def test_calibration_finds_what_the_rounds_are_made_of(scale):
     true_costs = costs(scale, **OVERHEADS)
-    found = calibrate(DEPTH, parts_of(costs()), parts_of(costs(), with_target=False), rounds_of(true_costs))
+    found = calibrated(costs(), costs(), rounds_of(true_costs))
     tolerance = 1e-3 if scale == 1 else 0.03  # the scale is drawn towards 1
     assert everything(found) == pytest.approx(everything(true_costs), rel=tolerance)
 
 
 def test_no_overhead_is_negative_where_parts_alone_are_slower():
-    found = calibrate(DEPTH, parts_of(costs(1.2)), parts_of(costs(1.2), with_target=False), rounds_of(costs()))
+    found = calibrated(costs(1.2), costs(1.2), rounds_of(costs()))
     for overhead in (found.per_pass, found.per_draw, found.per_middle, found.per_round):
         assert min(overhead.fixed, overhead.by_sequence, overhead.by_row) >= 0
     # What was timed twice is not lost either: the scale takes it up.
@@ -95,9 +105,22 @@ def test_no_overhead_is_negative_where_parts_alone_are_slower():
 
 
 def test_heads_behind_a_longer_context_keep_their_difference():
-    far = costs(2.0)
-    found = calibrate(DEPTH, parts_of(far), parts_of(costs(), with_target=False), rounds_of(costs()))
+    found = calibrated(costs(2.0), costs(), rounds_of(costs()))
     assert found.layer.at(4, 2) > 1.5 * costs().layer.at(4, 2)
+
+
+def test_a_layer_behind_another_context_is_read_off_the_two_that_were_timed():
+    found = calibrated(replace(costs(), layer=costs(2.0).layer), costs(), rounds_of(costs()))
+    for context, scale in ((NEAR, 1.0), (FAR, 2.0), (2 * FAR - NEAR, 3.0)):
+        behind = found.behind(context)
+        for size, rows in ((1, 1), (4, 2), (16, 8)):
+            assert behind.layer.at(size, rows) == pytest.approx(scale * costs().layer.at(size, rows), rel=0.02)
+    # What is left where nothing is before is not known so well.
+    assert found.behind(0).layer.at(4, 2) >= 0.5 * found.layer.at(4, 2)
+    assert (
+        calibrated(costs(), costs(2.0), rounds_of(costs())).behind(0).layer
+        == calibrated(costs(), costs(2.0), rounds_of(costs())).layer
+    )
 
 
 @pytest.mark.parametrize("exit_layers", [(), (0,), (2, 4)])
@@ -130,7 +153,7 @@ def test_costs_are_kept_on_disk(base, tmp_path, monkeypatch):
     model = build_heads(base, "random", (2, 5))
     key = machine_key(model, {"block_size": 16, "max_num_seqs": 4})
     assert read_costs(key, 1) is None
-    true_costs = costs(**OVERHEADS)
+    true_costs = replace(costs(**OVERHEADS), context=192.0, layer_by_token=costs(1e-3).layer)
     write_costs(key, true_costs)
     assert read_costs(key, 16) == true_costs
     assert read_costs(key, 17) is None

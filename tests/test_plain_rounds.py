@@ -32,7 +32,8 @@ class Script:
     def first_shares(self):
         return [0.5] * self._num_levels
 
-    def choose(self, kept_shares):
+    def choose(self, kept_shares, context):
+        assert context > 0
         asked = [self._ask(self.num_rounds, place) for place in range(len(kept_shares))]
         self.num_rounds += 1
         return [(number,) * self._num_levels for number in asked]
