@@ -266,13 +266,23 @@ class Backbone:
         return self.norm(norm, self._run_layer(block, kv_layer, at, positions, rotary, attend))
 
     def block_step(
-        self, block: AnyLayer, kv_layer: int, hidden: States, positions: Tensor, attend: Attend, norm: nn.Module
+        self,
+        block: AnyLayer,
+        kv_layer: int,
+        hidden: States,
+        positions: Tensor,
+        attend: Attend,
+        norm: nn.Module,
+        *,
+        keeps_only: bool = False,  # nothing but keys and values is wanted
     ) -> Native[Tensor] | None:
         """`run_block` as a step of our own kernels; None where these do not take it."""
         table = rows_of(hidden).table
         if not isinstance(block, LeanLayer) or not self._is_lean_norm(norm, table.dtype):
             return None
-        return layers_step(block.alone, kv_layer, hidden, self._rotary(table, positions, block, attend), attend, norm)
+        rotary = self._rotary(table, positions, block, attend)
+        own_norm = None if keeps_only else norm
+        return layers_step(block.alone, kv_layer, hidden, rotary, attend, own_norm, keeps_only=keeps_only)
 
     @property
     def row_step(self) -> int:

@@ -109,7 +109,13 @@ class ExitHead(nn.Module):
         return self._backbone.final_norm(last) if self.norm is None else self._backbone.norm(self.norm, last)
 
     def step(
-        self, hidden: StateRows, context: StateRows | None, positions: Tensor, attend: Attend
+        self,
+        hidden: StateRows,
+        context: StateRows | None,
+        positions: Tensor,
+        attend: Attend,
+        *,
+        keeps_only: bool = False,  # nothing but the block's keys and values is wanted
     ) -> Native[Tensor] | None:  # [1, T, D]
         """`forward` as a step of our own kernels; None where these do not take it."""
         is_watched = self._forward_hooks or self._forward_pre_hooks
@@ -119,7 +125,9 @@ class ExitHead(nn.Module):
         if self._by_fuse is not None:
             assert context is not None
             states = JoinedRows(hidden, context, self._by_fuse)
-        return self._backbone.block_step(self._lean[0], self.kv_layer, states, positions, attend, self.norm)
+        return self._backbone.block_step(
+            self._lean[0], self.kv_layer, states, positions, attend, self.norm, keeps_only=keeps_only
+        )
 
     def products(self) -> Iterator[Product]:
         """Those of its own weights, by which it computes where nothing is trained."""

@@ -186,6 +186,7 @@ class LayersStep(ctypes.Structure):
         ("states", c_void_p),
         ("num_rows", c_int64),
         ("size", c_int64),
+        ("keeps_only", c_int64),
     )
 
 

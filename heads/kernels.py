@@ -217,6 +217,8 @@ class Kernels:
         pages: Pages,
         norm: Norm | None = None,  # of what the last layer gives
         keep: StateRows | None = None,  # where what is returned is put as well
+        *,
+        keeps_only: bool = False,  # of a single layer nothing but its keys and values, and nothing is returned
     ) -> Native[Tensor]:  # [1, T, D]
         """Whole layers one after the other, each with the attention of `paged_attention`."""
         table, num_rows = source.table, source.num_rows
@@ -241,6 +243,7 @@ class Kernels:
             states.data_ptr(),
             num_rows,
             table.shape[1],
+            keeps_only,
         )
         return Native([Step(what, (layers, source, rotary, pages, norm, keep, states), states.dtype)], states)
 

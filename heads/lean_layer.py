@@ -179,6 +179,8 @@ def layers_step(
     attend: "Attend",
     norm: Any | None = None,  # of the library's class that `rms_norm` knows, of what the last layer gives
     keep: StateRows | None = None,  # where what is returned is put as well
+    *,
+    keeps_only: bool = False,  # of a single layer nothing but its keys and values
 ) -> Native[Tensor] | None:  # [1, T, D]
     """Layers one after the other as a single step; None where kernels do not take them with all their attention."""
     kernels, pages = find_kernels(), getattr(attend, "pages", None)
@@ -192,7 +194,7 @@ def layers_step(
     if described is None:
         return None
     by_norm = None if norm is None else Norm.of(norm.weight, norm.variance_epsilon)
-    return kernels.layers_step(described, first_kv_layer, source, rotary, pages, by_norm, keep)
+    return kernels.layers_step(described, first_kv_layer, source, rotary, pages, by_norm, keep, keeps_only=keeps_only)
 
 
 def _are_fit(source: StateRows | JoinedRows, keep: StateRows | None) -> bool:

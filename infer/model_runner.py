@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from ..heads import (
-    Attend,
     EarlyExitModel,
     ExitHead,
     Highest,
@@ -25,8 +24,9 @@ from ..heads import (
     StepChain,
     find_kernels,
     highest_step,
+    run_native,
 )
-from .attention import IsKept, KeepOnly
+from .attention import IsKept, KeepOnly, PagedAttention
 from .draft_plan import DraftPass, DraftPlan
 from .kv_cache import KVCache
 from .levels import Level
@@ -107,11 +107,10 @@ class ModelRunner:
         *exits, states = backbone.run_through(hidden, 0, stops, positions, attend, norms=True)
         blocks = [index for index in range(len(self.levels) - 1) if self._head(index).has_block]
         if blocks:
-            context = self._states_before(states, chunks)
+            context = StateRows(self._states_before(states, chunks)[0], None)
             for index in blocks:
                 # Nothing is drafted behind what is read: of the head only keys and values are needed.
-                with suppress(IsKept):
-                    self._head(index)(exits[index], context, positions, KeepOnly(attend))
+                self._keep_of_head(index, (StateRows(exits[index][0], None), context), positions, attend)
         last_rows = np.cumsum([stop - start for start, stop in bounds]) - 1
         ends = []
         for chunk, last_row in zip(chunks, last_rows, strict=True):
@@ -286,9 +285,8 @@ class ModelRunner:
         if not sequences or not self._heads[index].kv_layers:
             return
         bounds = [(sequence.num_head_computed[index], sequence.num_computed[index]) for sequence in sequences]
-        (rows,) = self._packer.pack([Pass(sequences, bounds, attends=False)])
-        with suppress(IsKept):
-            self._run_head(index, rows, KeepOnly(rows.attend))
+        (rows,) = self._packer.pack([Pass(sequences, bounds)])
+        self._keep_of_head(index, self._head_source(index, rows), rows.positions, rows.attend)
         for sequence, (_, stop) in zip(sequences, bounds, strict=True):
             self._count_head(index, sequence, stop)
 
@@ -425,8 +423,19 @@ class ModelRunner:
         table = self._final_states if self.levels[index].head is None else self._hidden[index]
         return StateRows(table, rows.window_slots)
 
-    def _run_head(self, index: int, rows: PackedRows, attend: Attend | None = None) -> Tensor:  # [T, D]
-        return self._head(index)(*self._head_source(index, rows), rows.positions, attend or rows.attend)[0]
+    def _run_head(self, index: int, rows: PackedRows) -> Tensor:  # [T, D]
+        return self._head(index)(*self._head_source(index, rows), rows.positions, rows.attend)[0]
+
+    def _keep_of_head(
+        self, index: int, source: tuple[StateRows, StateRows | None], positions: Tensor, attend: PagedAttention
+    ) -> None:
+        """Keep what a head's layer has of keys and values, and compute no more."""
+        native = self._head(index).step(*source, positions, attend, keeps_only=True) if self._has_kernels else None
+        if native is not None:
+            run_native(native)
+            return
+        with suppress(IsKept):
+            self._head(index)(*source, positions, KeepOnly(attend))
 
     def _head_step(self, index: int, rows: AnyRows) -> Native[Tensor] | None:  # [1, T, D]
         if not isinstance(rows, PackedRows):

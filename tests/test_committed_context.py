@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hispec.heads import DenseAttention, StateRows, context_positions, find_kernels
+from hispec.heads import DenseAttention, context_positions, find_kernels
 from hispec.infer import Engine, SamplingParams
 
 from .models import build_heads, shallow
@@ -39,17 +39,18 @@ def test_a_draft_sees_what_training_showed(base, exit_layer, strength, at_once):
     step = head.step
 
     def watch(context, positions, state):
-        if isinstance(context, StateRows):  # not the prefill
+        if context.places is not None:  # not the prefill
             # Of the one sequence, whose window holds so many positions, each in the place of its remainder.
             window = len(context.table) // (engine.config.max_num_seqs + 1)
             slots = zip(positions.tolist(), context.places.tolist(), strict=True)
             known = [position - 1 - (position - 1 - slot) % window for position, slot in slots]
             calls.append([positions.tolist(), known, state])
 
-    def watch_step(hidden, context, positions, attend):
-        native = step(hidden, context, positions, attend)
+    def watch_step(hidden, context, positions, attend, *, keeps_only=False):
+        native = step(hidden, context, positions, attend, keeps_only=keeps_only)
         assert native is not None
-        watch(context, positions, native.output)
+        if not keeps_only:
+            watch(context, positions, native.output)
         return native
 
     if at_once:

@@ -60,9 +60,9 @@ def test_no_layer_sees_a_token_twice(base, method):
             count(first, positions)
         return layers_steps(hidden, start, stops, positions, attend, **options)
 
-    def watch_block(block, kv_layer, hidden, positions, attend, norm):
+    def watch_block(block, kv_layer, hidden, positions, attend, norm, **options):
         count(kv_layer, positions)
-        return block_step(block, kv_layer, hidden, positions, attend, norm)
+        return block_step(block, kv_layer, hidden, positions, attend, norm, **options)
 
     model.backbone.layers_steps, model.backbone.block_step = watch_layers, watch_block
     engine = Engine(model, method=method, num_draft_tokens=2, num_provisional_tokens=3)

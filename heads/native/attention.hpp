@@ -92,6 +92,20 @@ void attend(const A* query, const A* keys, const A* values, const int64_t* offse
     }
 }
 
+// Keeps the new keys and values of rows, [T, K * Dh]. All threads take part.
+template <typename A>
+void keep_rows(const A* new_keys, const A* new_values, const Strides& strides, A* keys, A* values, const Places& places,
+               const Heads& heads, int64_t num_rows) {
+    const int64_t size = heads.num_kv_heads * heads.head_dim;
+    const Share rows = share(num_rows);
+    for (int64_t row = rows.first; row < rows.last; ++row) {
+        const int64_t slot = places.slot(row, places.positions[row]);
+        std::memcpy(keys + slot * size, new_keys + row * strides.keys, size * sizeof(A));
+        std::memcpy(values + slot * size, new_values + row * strides.values, size * sizeof(A));
+    }
+#pragma omp barrier
+}
+
 // Keeps the new keys and values of rows; then each row's attention over its sequence as far as its position. All
 // threads take part.
 template <typename A>
@@ -100,13 +114,7 @@ void attend_rows(const A* queries, const A* new_keys, const A* new_values, const
                  int64_t num_rows) {
     const int64_t num_heads = heads.num_heads, head_dim = heads.head_dim;
     const int64_t stride = heads.num_kv_heads * head_dim, groups = num_heads / heads.num_kv_heads;
-    const Share rows = share(num_rows);
-    for (int64_t row = rows.first; row < rows.last; ++row) {
-        const int64_t slot = places.slot(row, places.positions[row]);
-        std::memcpy(keys + slot * stride, new_keys + row * strides.keys, stride * sizeof(A));
-        std::memcpy(values + slot * stride, new_values + row * strides.values, stride * sizeof(A));
-    }
-#pragma omp barrier
+    keep_rows(new_keys, new_values, strides, keys, values, places, heads, num_rows);
     thread_local std::vector<int64_t> memory;
     int64_t* offsets = nullptr;  // of the keys that a row sees
     int64_t num_keys = 0;

@@ -197,8 +197,9 @@ template <typename A> class LayerPass {
 #pragma omp barrier
     }
 
-    // A whole layer, in place; `index` is that of its keys and values.
-    void run(const Layer& layer, const Pages& pages, int64_t index, const Rotary& rotary, A* states) const {
+    // A whole layer, in place; `index` is that of its keys and values. Where these are all that is wanted, no more.
+    void run(const Layer& layer, const Pages& pages, int64_t index, const Rotary& rotary, bool keeps_only,
+             A* states) const {
         A *const keys = static_cast<A*>(pages.keys[index]), *const values = static_cast<A*>(pages.values[index]);
         const int64_t stride = layer.heads.num_kv_heads * layer.heads.head_dim;
         const int64_t block = pages.places.block_size * stride;
@@ -209,8 +210,13 @@ template <typename A> class LayerPass {
 #pragma omp barrier
         const int64_t row_size = layer.qkv.num_outputs;
         const A* new_keys = heads + layer.heads.num_heads * layer.heads.head_dim;
-        attend_rows<A>(heads, new_keys, new_keys + stride, {row_size, row_size, row_size}, keys, values, pages.places,
-                       layer.heads, layer.window, layer.scaling, attended, num_rows);
+        const Strides strides{row_size, row_size, row_size};
+        if (keeps_only) {
+            keep_rows(new_keys, new_keys + stride, strides, keys, values, pages.places, layer.heads, num_rows);
+            return;
+        }
+        attend_rows<A>(heads, new_keys, new_keys + stride, strides, keys, values, pages.places, layer.heads,
+                       layer.window, layer.scaling, attended, num_rows);
 #pragma omp barrier
         after_attention(layer, states, attended, states);
     }

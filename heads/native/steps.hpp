@@ -7,7 +7,8 @@
 
 extern "C" {
 
-// Layers one after the other, and a norm behind them; `states` [T, D] are what they give.
+// Layers one after the other, and a norm behind them; `states` [T, D] are what they give. Or of one layer the keys and
+// values alone; then they are what it was given.
 struct LayersStep {
     const Layer* const* layers;
     int64_t num_layers;
@@ -18,6 +19,7 @@ struct LayersStep {
     StateRows keep;  // where they are put as well
     void* states;
     int64_t num_rows, size;  // T, D
+    int64_t keeps_only;      // or 0
 };
 
 // A product, [T, O].
@@ -56,7 +58,7 @@ template <typename A> bool run_step(const LayersStep& step, int64_t num_threads)
     {
         pass.begin(step.source, size, states);
         for (int64_t index = 0; index < step.num_layers; ++index)
-            pass.run(*step.layers[index], step.pages, index, step.rotary, states);
+            pass.run(*step.layers[index], step.pages, index, step.rotary, step.keeps_only, states);
         pass.finish(step.norm, step.keep, size, states);
     }
     return true;
