@@ -3,7 +3,7 @@
 T tokens side by side; D hidden size; V vocabulary; W positions in the window of a sequence.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from contextlib import suppress
 from functools import partial
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..heads import (
+    MAX_ATTENDED_ROWS,
     EarlyExitModel,
     ExitHead,
     Highest,
@@ -285,8 +286,9 @@ class ModelRunner:
         if not sequences or not self._heads[index].kv_layers:
             return
         bounds = [(sequence.num_head_computed[index], sequence.num_computed[index]) for sequence in sequences]
-        (rows,) = self._packer.pack([Pass(sequences, bounds)])
-        self._keep_of_head(index, self._head_source(index, rows), rows.positions, rows.attend)
+        for some in _in_passes(bounds):
+            (rows,) = self._packer.pack([Pass(sequences[some], bounds[some])])
+            self._keep_of_head(index, self._head_source(index, rows), rows.positions, rows.attend)
         for sequence, (_, stop) in zip(sequences, bounds, strict=True):
             self._count_head(index, sequence, stop)
 
@@ -501,6 +503,17 @@ class ModelRunner:
 
     def _window_slots(self, sequences: list[Sequence], bounds: Bounds) -> Tensor:  # [T]
         return to_device(self._packer.window_slots(sequences, bounds), self.device)
+
+
+def _in_passes(bounds: Bounds) -> Iterator[slice]:
+    """Which sequences go together, so that kernels take their rows in one pass."""
+    first, num_rows = 0, 0
+    for place, (start, stop) in enumerate(bounds):
+        if place > first and num_rows + stop - start > MAX_ATTENDED_ROWS:
+            yield slice(first, place)
+            first, num_rows = place, 0
+        num_rows += stop - start
+    yield slice(first, len(bounds))
 
 
 def _first_out_of_place(path: list[int]) -> int:
