@@ -47,6 +47,8 @@ class Choice(NamedTuple):
     lengths: Items[Lengths]
     tokens_per_second: float
     """That the batch should then commit."""
+    plain_seconds: float
+    """Of a round that drafts nothing."""
 
 
 class SingleLayerLengths:
@@ -64,8 +66,9 @@ class SingleLayerLengths:
     def __call__(self, shares: Items[Shares], context: float | None = None) -> Choice:
         """As `LengthChoice`."""
         steps = [round(share * GRID) for (share,) in shares]
-        lengths, rate = self._choose(tuple(sorted(steps)), on_context_grid(context))
-        return Choice([lengths[step] for step in steps], rate)
+        place = on_context_grid(context)
+        lengths, rate = self._choose(tuple(sorted(steps)), place)
+        return Choice([lengths[step] for step in steps], rate, self._seconds(len(steps), place).plain)
 
     def num_worth(
         self,
@@ -138,10 +141,13 @@ class HispecLengths:
     def __call__(self, shares: Items[Shares], context: float | None = None) -> Choice:
         """As `LengthChoice`."""
         steps = tuple(round(sum(level) / len(level) * HISPEC_GRID) for level in zip(*shares, strict=True))
-        lengths, rate = self._choose(len(shares), steps, on_context_grid(context))
-        return Choice([lengths] * len(shares), rate)
+        lengths, rate, plain = self._choose(len(shares), steps, on_context_grid(context))
+        return Choice([lengths] * len(shares), rate, len(shares) / plain)
 
-    def _choose_on_grid(self, batch_size: int, steps: tuple[int, ...], context: int | None) -> tuple[Lengths, float]:
+    def _choose_on_grid(
+        self, batch_size: int, steps: tuple[int, ...], context: int | None
+    ) -> tuple[Lengths, float, float]:
+        """The lengths, the tokens a second, and those of plain decoding."""
         costs = _behind(self._costs, context)
         shares = [shifted_shares(kept, step / HISPEC_GRID) for kept, step in zip(self._kept, steps, strict=True)]
         acceptance = Acceptance(hops=dict(zip(self._hops, shares, strict=True)))
@@ -155,7 +161,7 @@ class HispecLengths:
         order = sorted(range(len(rates)), key=lambda k: (rates[k][1], -rates[k][0]))
         rising = [(rate(AUTOREGRESSIVE), 0), *((rates[k][0], place) for place, k in enumerate(order, 1))]
         place = _shortest_of_the_best(rising, batch_size)
-        return lengths[order[place - 1]] if place else (0, 0), rising[place][0]
+        return lengths[order[place - 1]] if place else (0, 0), rising[place][0], rising[0][0]
 
 
 def build_choice(costs: Costs, acceptance: Acceptance, longest: Setting) -> LengthChoice | None:

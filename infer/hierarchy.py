@@ -100,6 +100,7 @@ class Hierarchy:
         if self._trees is not None:
             self._trees.round(sequences)
             return
+        start, before = time.perf_counter(), self._count(sequences)
         if self._round_policy is not None:
             # Before any token of the round is drawn: who drafts may depend on nothing but tokens that are verified.
             shares = [sequence.kept_shares for sequence in sequences]
@@ -111,6 +112,15 @@ class Hierarchy:
                 with self._timed(level, behind):
                     self._runner.complete_head(level, behind)
         self._verify(self._top, sequences)
+        if self._round_policy is not None:
+            num_tokens, num_verified = (now - then for now, then in zip(self._count(sequences), before, strict=True))
+            self._round_policy.observe(num_tokens, num_verified, time.perf_counter() - start)
+
+    def _count(self, sequences: list[Sequence]) -> tuple[int, int]:
+        """Their tokens, and those proposed that the target has judged."""
+        name = self._runner.levels[self._top].name
+        num_judged = sum(sequence.stats.levels[name].num_drafted for sequence in sequences)
+        return sum(len(sequence.token_ids) for sequence in sequences), num_judged
 
     def _longest(self, level: int, sequence: Sequence) -> int:
         """The most tokens that the next level asks of `level` in this round."""

@@ -11,6 +11,9 @@ that was kept of a text's drafts how likely the next one does. Their product, ag
 in tokens, decides: followed along held-out greedy answers that commits 4 % more tokens a second than lengths chosen
 before each round, along sampled ones 3 %, and 6 and 4 % more than always two.
 
+*Watching*: what rounds take and bring is measured as they run (`pay_watch`). Where drafts have cost more than they
+brought at this number of sequences, none are asked for, whatever the cost model says, but for probes.
+
 *Probing*: where nothing is drafted nothing is learned. After `FIRST_PROBE` rounds in which some sequence drafted
 nothing, all such sequences draft the shortest draft in one round, together, because what a pass costs hardly depends on
 how many take part. After each probe it takes twice as many rounds to the next, up to `LAST_PROBE`; it begins anew when
@@ -24,6 +27,7 @@ from typing import Protocol
 
 from . import policy
 from .draft_lengths import LengthChoice, Lengths, SingleLayerLengths
+from .pay_watch import PayWatch
 
 MEMORY = 0.95
 """Weight of a text's past in its share of kept tokens, after one more; the last twenty or so decide."""
@@ -58,6 +62,10 @@ class RoundPolicy(Protocol):
         """Which of the sequences that have room draft one more token behind theirs, in the round that was last chosen;
         as places in `chances`."""
 
+    def observe(self, num_tokens: int, num_verified: int, seconds: float) -> None:
+        """Learn how many tokens the round that was last chosen committed, how many proposed ones the target judged in
+        it, and how long it took."""
+
     def updated_share(
         self,
         level: int,  # whose tokens were verified
@@ -84,6 +92,8 @@ class CostPolicy:
         self._shares = list(shares)
         self._batch_size, self._tokens_per_second = 0, 0.0
         self._context: float | None = None
+        self._watch = PayWatch()
+        self._plain_seconds, self._has_drafts = 0.0, False
         self._num_idle = 0
         self._interval = FIRST_PROBE
 
@@ -100,7 +110,14 @@ class CostPolicy:
     def choose(self, kept_shares: Items[Items[float]], context: float | None = None) -> Items[Lengths]:
         """As `RoundPolicy`."""
         self._batch_size, self._context = len(kept_shares), context
-        chosen, self._tokens_per_second = self._choice([tuple(shares) for shares in kept_shares], context)
+        chosen, self._tokens_per_second, self._plain_seconds = self._choice([tuple(s) for s in kept_shares], context)
+        self._has_drafts = any(map(any, chosen))
+        if self._has_drafts and self._watch.needs_plain(self._batch_size):
+            self._has_drafts = False
+            return [(0,) * len(lengths) for lengths in chosen]
+        if not self._watch.pays(self._batch_size):
+            chosen = [(0,) * len(lengths) for lengths in chosen]
+            self._has_drafts = False
         if all(map(any, chosen)):
             self._num_idle, self._interval = 0, FIRST_PROBE
             return chosen
@@ -108,7 +125,20 @@ class CostPolicy:
             self._num_idle += 1
             return chosen
         self._num_idle, self._interval = 0, min(2 * self._interval, LAST_PROBE)
+        self._has_drafts = True
         return [lengths if any(lengths) else self._choice.shortest for lengths in chosen]
+
+    def observe(self, num_tokens: int, num_verified: int, seconds: float) -> None:
+        """As `RoundPolicy`."""
+        has_copies = num_verified > 0 and not self._has_drafts
+        self._watch.observe(
+            self._batch_size,
+            self._plain_seconds,
+            num_tokens,
+            seconds,
+            has_drafts=self._has_drafts,
+            has_copies=has_copies,
+        )
 
     def going_on(self, chances: Items[float], num_drafted: int) -> Items[int]:
         """As `RoundPolicy`."""

@@ -137,7 +137,7 @@ def test_what_was_measured_leads_to_what_the_plan_says(size):
     for method, exits, number, provisional in (("single-layer", EXITS[:1], MOST, 1), ("hispec", EXITS, MOST, 8)):
         longest = Setting(method=method, exit_layers=exits, num_draft_tokens=number, num_provisional_tokens=provisional)
         first = (0.7,) if method == "single-layer" else (0.8, 0.9)
-        lengths, tokens_per_second = build_choice(costs, found, longest)([first] * size)
+        lengths, tokens_per_second, _ = build_choice(costs, found, longest)([first] * size)
         (lengths,) = set(lengths)
         if longest != made.engine:
             continue

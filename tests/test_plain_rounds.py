@@ -32,6 +32,11 @@ class Script:
     def first_shares(self):
         return [0.5] * self._num_levels
 
+    def observe(self, num_tokens, num_verified, seconds):
+        assert num_verified >= 0
+        assert num_tokens > 0
+        assert seconds > 0
+
     def choose(self, kept_shares, context):
         assert context > 0
         asked = [self._ask(self.num_rounds, place) for place in range(len(kept_shares))]
