@@ -1,6 +1,6 @@
 """Runs parts of the model over packed batches of sequences.
 
-T tokens side by side; D hidden size; V vocabulary; W positions in the window of a sequence.
+T tokens side by side; D hidden size; V vocabulary.
 """
 
 from collections.abc import Callable, Iterator
@@ -34,6 +34,7 @@ from .levels import Level
 from .packed_rows import Bounds, PackedRows, Pass, RowPacker, rows_within
 from .pass_runner import AnyRows, Part, PassRunner
 from .sequence import Chunk, Sequence
+from .state_windows import StateWindows
 from .token_tree import TokenTree
 from .transfer import to_device
 
@@ -45,19 +46,15 @@ their own."""
 
 
 class ModelRunner:
-    """Runs levels and heads, and keeps between them what the next one needs.
-
-    Hidden states wait in windows `[rows, W, D]`, one row a running sequence, position modulo W: a rollback is a
-    smaller count and moves nothing, and memory does not grow with the context.
-    """
+    """Runs levels and heads; states wait between them in `StateWindows`."""
 
     def __init__(
         self,
         model: EarlyExitModel,
         levels: tuple[Level, ...],
         kv_cache: KVCache,
-        num_rows: int,
-        window: int,
+        num_rows: int,  # sequences that run at once
+        window: int,  # positions whose states are kept
         *,
         max_lag: int,  # see `must_catch_up`
         is_exact: bool = False,  # attend as exact mode does; the model must be row-invariant
@@ -68,16 +65,14 @@ class ModelRunner:
         self.levels = levels
         self._exit_heads = model.exit_heads
         self._kv_cache = kv_cache
-        self._window = window
         self._max_lag = max_lag
         backbone = model.backbone
         self.device = backbone.device
         self._few = max(FEW, backbone.row_step)
         self._has_kernels = backbone.device.type == "cpu" and find_kernels() is not None
-        # One row more than sequences have: nobody's.
-        shape = ((num_rows + 1) * window, backbone.hidden_size)
-        self._final_states = torch.zeros(shape, dtype=backbone.dtype, device=backbone.device)
-        self._hidden = [torch.zeros_like(self._final_states) for _ in levels[:-1]]
+        self._windows = StateWindows(
+            len(levels), num_rows + 1, window, backbone.hidden_size, backbone.dtype, backbone.device
+        )
         self._layers = [self._layers_part(index) for index in range(len(levels))]
         self._heads = [self._head_part(index) for index in range(len(levels) - 1)]
         parts = [*self._layers, *self._heads]
@@ -87,9 +82,7 @@ class ModelRunner:
                 "layers of all levels", partial(self._run_layers, range(len(levels))), range(backbone.num_layers)
             )
             parts.append(self._whole)
-        self._packer = RowPacker(
-            kv_cache, window, num_rows + 1, backbone.device, is_exact=is_exact, by_varlen=by_varlen
-        )
+        self._packer = RowPacker(kv_cache, self._windows, backbone.device, is_exact=is_exact, by_varlen=by_varlen)
         self._run = PassRunner(self._packer, kv_cache, parts, uses_graphs=uses_graphs)
 
     def vocab_ids(self, index: int) -> Tensor | None:  # [V_d] int64
@@ -108,17 +101,15 @@ class ModelRunner:
         *exits, states = backbone.run_through(hidden, 0, stops, positions, attend, norms=True)
         blocks = [index for index in range(len(self.levels) - 1) if self._head(index).has_block]
         if blocks:
-            context = StateRows(self._states_before(states, chunks)[0], None)
+            context = self._windows.contexts(chunks, states)
             for index in blocks:
                 # Nothing is drafted behind what is read: of the head only keys and values are needed.
                 self._keep_of_head(index, (StateRows(exits[index][0], None), context), positions, attend)
+        self._windows.keep_newest(chunks, states)
         last_rows = np.cumsum([stop - start for start, stop in bounds]) - 1
         ends = []
         for chunk, last_row in zip(chunks, last_rows, strict=True):
             sequence, length = chunk.sequence, chunk.stop - chunk.start
-            kept = min(length, self._window)
-            newest = states[0, last_row + 1 - kept : last_row + 1]
-            self._final_states[self._window_slots([sequence], [(chunk.stop - kept, chunk.stop)])] = newest
             sequence.num_computed = [chunk.stop] * len(self.levels)
             sequence.num_head_computed = [chunk.stop] * (len(self.levels) - 1)
             sequence.stats.num_prefill_layer_passes += length * backbone.num_layers
@@ -192,8 +183,8 @@ class ModelRunner:
 
     def score_nodes(self, sequences: Items[Sequence], nodes: Items[Items[int]]) -> Tensor:
         """The target's logits at nodes of each sequence's tree, packed: `[T, V]`; `advance_trees` must have run."""
-        slots = [slot for s, chosen in zip(sequences, nodes, strict=True) for slot in self._window_places(s, chosen)]
-        return self.model.backbone.logits(self._final_states[to_device(slots, self.device)])
+        slots = [slot for s, chosen in zip(sequences, nodes, strict=True) for slot in self._windows.places(s, chosen)]
+        return self.model.backbone.logits(self._windows.final_states(slots))
 
     def keep_paths(
         self,
@@ -213,7 +204,7 @@ class ModelRunner:
             size = self._kv_cache.block_size
             for place_of, move in (
                 (partial(_kv_places, size), self._kv_cache.move),
-                (self._window_places, self._move_states),
+                (self._windows.places, self._windows.move),
             ):
                 sources = [slot for sequence, nodes, _ in moved for slot in place_of(sequence, nodes)]
                 targets = [slot for sequence, _, places in moved for slot in place_of(sequence, places)]
@@ -224,16 +215,7 @@ class ModelRunner:
     def max_nodes(self, sequence: Sequence) -> int:
         """Nodes that the tree of a sequence has room for."""
         num_slots = len(sequence.block_table) * self._kv_cache.block_size
-        return min(num_slots - sequence.num_known + 1, self._window)
-
-    def _window_places(self, sequence: Sequence, nodes: Items[int]) -> list[int]:
-        """Where the states of a tree's nodes lie."""
-        root = sequence.num_known - 1
-        return [sequence.window_row * self._window + (root + node) % self._window for node in nodes]
-
-    def _move_states(self, sources: Tensor, targets: Tensor) -> None:
-        for states in (self._final_states, *self._hidden):
-            states[targets] = states[sources]
+        return min(num_slots - sequence.num_known + 1, self._windows.size)
 
     def erase_stale(self, sequence: Sequence) -> None:
         """Forget keys and values behind all that stands: NaN among them would reach others through its mask."""
@@ -246,7 +228,7 @@ class ModelRunner:
         """
         if self.levels[index].head is None:
             wanted = [(start, sequence.num_known) for sequence, start in zip(sequences, starts, strict=True)]
-            return self.model.backbone.logits(self._final_states[self._window_slots(sequences, wanted)])
+            return self.model.backbone.logits(self._windows.final_states(self._windows.slots(sequences, wanted)))
         return self.score_exit(index, sequences, starts)[1]
 
     def score_exit(
@@ -418,12 +400,11 @@ class ModelRunner:
         """What the layers of a level take."""
         if index == 0:
             return self.model.backbone.embedded(token_ids, rows.positions)
-        return StateRows(self._hidden[index - 1], rows.window_slots)
+        return StateRows(self._windows.tables[index - 1], rows.window_slots)
 
     def _kept(self, index: int, rows: PackedRows) -> StateRows:
         """Where what the layers of a level make is kept."""
-        table = self._final_states if self.levels[index].head is None else self._hidden[index]
-        return StateRows(table, rows.window_slots)
+        return StateRows(self._windows.tables[index], rows.window_slots)
 
     def _run_head(self, index: int, rows: PackedRows) -> Tensor:  # [T, D]
         return self._head(index)(*self._head_source(index, rows), rows.positions, rows.attend)[0]
@@ -446,9 +427,9 @@ class ModelRunner:
 
     def _head_source(self, index: int, rows: PackedRows) -> tuple[StateRows, StateRows | None]:
         """What a head takes: states at its exit layer, and their contexts where it has them."""
-        context = StateRows(self._final_states, rows.context_slots)
+        context = StateRows(self._windows.final, rows.context_slots)
         has_context = self._head(index).config.committed_context
-        return StateRows(self._hidden[index], rows.window_slots), context if has_context else None
+        return StateRows(self._windows.tables[index], rows.window_slots), context if has_context else None
 
     def _head_state(self, index: int, rows: AnyRows, wanted: Tensor | slice) -> Tensor:
         state = self._run(self._heads[index], rows)
@@ -479,19 +460,6 @@ class ModelRunner:
             sequence.stats.levels[self.levels[index].name].num_layer_passes += passes
             sequence.num_head_computed[index] = stop
 
-    def _states_before(self, states: Tensor, chunks: list[Chunk]) -> Tensor:  # states and result: [1, T, D]
-        """The context of positions that are read in: the final state of the position before, zeros at position 0."""
-        device = states.device
-        first_rows = np.cumsum([0] + [chunk.stop - chunk.start for chunk in chunks[:-1]])
-        slots = self._window_slots(
-            [chunk.sequence for chunk in chunks], [(chunk.start - 1, chunk.start) for chunk in chunks]
-        )
-        has_before = torch.tensor([chunk.start > 0 for chunk in chunks], device=device).unsqueeze(-1)
-        context = states.roll(1, dims=1)
-        # Chosen, not multiplied by 0: what lies in the place of a state that does not exist may be NaN.
-        context[0, torch.from_numpy(first_rows).to(device)] = torch.where(has_before, self._final_states[slots], 0)
-        return context
-
     def _head_number(self, index: int) -> int:
         """Which of the model's heads a level has."""
         number = self.levels[index].head
@@ -500,9 +468,6 @@ class ModelRunner:
 
     def _head(self, index: int) -> ExitHead:
         return self._exit_heads[self._head_number(index)]
-
-    def _window_slots(self, sequences: list[Sequence], bounds: Bounds) -> Tensor:  # [T]
-        return to_device(self._packer.window_slots(sequences, bounds), self.device)
 
 
 def _in_passes(bounds: Bounds) -> Iterator[slice]:

@@ -7,7 +7,7 @@ draft, goes to the device in one piece.
 from collections.abc import Sequence as Items
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from .sequence import Sequence
 from .token_tree import TokenTree
 from .transfer import to_device
 from .varlen_attention import VarlenShape, varlen_layout, varlen_numbers, varlen_shape
+
+if TYPE_CHECKING:
+    from .state_windows import StateWindows
 
 NUM_COLUMNS = 4
 """Numbers of each row besides those for attention."""
@@ -70,16 +73,15 @@ class RowPacker:
     def __init__(
         self,
         kv_cache: KVCache,
-        window: int,
-        num_windows: int,
+        windows: "StateWindows",
         device: torch.device,
         *,
         is_exact: bool,
         by_varlen: bool,
     ) -> None:
         self._kv_cache = kv_cache
-        self._window = window
-        self._spare_window_slot = (num_windows - 1) * window
+        self._windows = windows
+        self._spare_window_slot = len(windows.final) - windows.size
         self._spare_slot = len(kv_cache.keys[0]) - kv_cache.block_size
         self._device = device
         self._attention = partial(PagedAttention, kv_cache, is_exact=is_exact)
@@ -132,14 +134,6 @@ class RowPacker:
         """The rows that `PaddedRows.numbers` say; made of operations on the device alone."""
         return self._unpack(numbers, shape, [])
 
-    def window_slots(self, sequences: list[Sequence], bounds: Bounds) -> list[int]:
-        """Where the states of positions `[start, stop)` of each sequence lie."""
-        return [
-            sequence.window_row * self._window + position % self._window
-            for sequence, (start, stop) in zip(sequences, bounds, strict=True)
-            for position in range(start, stop)
-        ]
-
     def _unpack(self, numbers: Tensor, shape: VarlenShape, spans: list[Span]) -> PackedRows:
         columns, for_attention = numbers.tensor_split([NUM_COLUMNS * shape.num_rows])
         layout = varlen_layout(for_attention, self._kv_cache.block_size, shape)
@@ -159,9 +153,10 @@ class RowPacker:
             elif rows.has_ids:
                 ids += sequence.known_ids(start)[: stop - start]
             positions += own
-            first, last_known = sequence.window_row * self._window, sequence.num_computed[-1] - 1
-            contexts += [first + context_position(position, last_known) % self._window for position in own]
-        slots = self.window_slots(rows.sequences, rows.bounds)
+            size, last_known = self._windows.size, sequence.num_computed[-1] - 1
+            first = sequence.window_row * size
+            contexts += [first + context_position(position, last_known) % size for position in own]
+        slots = self._windows.slots(rows.sequences, rows.bounds)
         none = [0] * (num_rows - len(positions))
         spare = [self._spare_window_slot] * len(none)
         ids += [0] * (num_rows - len(ids))

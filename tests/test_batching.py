@@ -41,7 +41,7 @@ def params_of(num_tokens: int) -> SamplingParams:
 def fill_with_nan_what_is_free(engine: Engine) -> None:
     """From now on all memory that is nobody's is NaN: one read of it would spread."""
     runner, scheduler = engine._hierarchy._runner, engine._scheduler
-    manager, cache, window = scheduler._block_manager, runner._kv_cache, runner._window
+    manager, cache, window = scheduler._block_manager, runner._kv_cache, runner._windows.size
 
     def spoil(pools, places, size):
         for pool in pools:
@@ -55,10 +55,10 @@ def fill_with_nan_what_is_free(engine: Engine) -> None:
 
     def release(sequence):
         Scheduler._release(scheduler, sequence)
-        spoil([runner._final_states, *runner._hidden], [sequence.window_row], window)
+        spoil(runner._windows.tables, [sequence.window_row], window)
 
     spoil(cache.keys + cache.values, range(manager.num_blocks), manager.block_size)
-    spoil([runner._final_states, *runner._hidden], range(engine.config.max_num_seqs), window)
+    spoil(runner._windows.tables, range(engine.config.max_num_seqs), window)
     manager.shrink, scheduler._release = shrink, release
 
 
@@ -98,9 +98,9 @@ def test_pieces_leave_what_whole_reading_leaves(model, alone, size):
             num_steps += 1
         assert num_steps == -(-len(long) // max_prefill_tokens)
         runner = engine._hierarchy._runner
-        window = range(len(long) - runner._window, len(long))
-        slots = runner._window_slots([sequence], [(window.start, window.stop)])
-        found.append((cached(engine, sequence, len(long), 6), runner._final_states[slots].clone()))
+        window = range(len(long) - runner._windows.size, len(long))
+        slots = runner._windows.slots([sequence], [(window.start, window.stop)])
+        found.append((cached(engine, sequence, len(long), 6), runner._windows.final[slots].clone()))
         mate_ids = decoding.output_ids
         engine.abort(mate_id)
         while engine.has_unfinished:

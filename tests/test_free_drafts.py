@@ -185,7 +185,7 @@ def test_heads_catch_up_before_their_states_leave_the_window(monkeypatch, method
     model = build_heads(ring(), "random", (2, 4), head="block", committed_context=True)
     engine = build(model, method, num_ngram_tokens=5, block_size=4)
     runner = engine._hierarchy._runner
-    assert runner._window == 7 + max(5, 2 if method == "single-layer" else 6) + 1
+    assert runner._windows.size == 7 + max(5, 2 if method == "single-layer" else 6) + 1
     request_id = engine.add_request(CYCLE * 2, SamplingParams(max_new_tokens=90, ignore_eos=True))
     (sequence,) = engine._unfinished[request_id]
     while len(sequence.token_ids) < 90:

@@ -234,8 +234,8 @@ def test_a_doubted_token_without_finite_states_spoils_nothing_before_it(monkeypa
 
     def spoil():
         if sequence.proposed[-1]:
-            newest = runner._window_slots([sequence], [(sequence.num_known - 1, sequence.num_known)])
-            runner._hidden[0][newest] = math.nan
+            newest = runner._windows.slots([sequence], [(sequence.num_known - 1, sequence.num_known)])
+            runner._windows.tables[0][newest] = math.nan
             spoilt.append(sequence.num_known)
 
     def spoiling(index, sequences):

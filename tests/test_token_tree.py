@@ -173,7 +173,7 @@ def test_states_of_a_path_are_kept_too():
     runner.advance_trees(0, [sequence], [tree])
     path = path_to(tree, end)
     root = len(sequence.token_ids) - 1
-    wanted = runner._final_states[runner._window_slots([sequence], [(root, root + len(tree))])][path]
+    wanted = runner._windows.final[runner._windows.slots([sequence], [(root, root + len(tree))])][path]
     runner.keep_paths([sequence], [path])
-    kept = runner._final_states[runner._window_slots([sequence], [(root, root + len(path))])]
+    kept = runner._windows.final[runner._windows.slots([sequence], [(root, root + len(path))])]
     assert torch.equal(kept, wanted)

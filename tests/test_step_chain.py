@@ -1,0 +1,200 @@
+"""Several steps of our own kernels in one call give what they give one by one, and what the library gives."""
+
+import math
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hispec.heads import KERNEL_DTYPES, Backbone, EarlyExitModel, StateRows, find_kernels, highest_step, run_native
+from hispec.heads.rotary import FIRST_LENGTH, RotaryTable
+from hispec.heads.state_rows import JoinedRows
+from hispec.infer import Engine, SamplingParams
+from hispec.infer.attention import PagedAttention, Span
+from hispec.infer.kv_cache import KVCache
+from hispec.infer.model_runner import ModelRunner
+
+from .models import build_base, build_heads, shallow
+
+needs_kernels = pytest.mark.skipif(find_kernels() is None, reason="this machine cannot compile the kernels")
+LENGTH = 9
+
+
+def attention(backbone, num_layers, length=LENGTH):
+    """Of a text from its beginning, over a cache of its own."""
+    shape = (backbone.num_kv_heads, backbone.head_dim, backbone.dtype, backbone.device)
+    return PagedAttention(KVCache(num_layers, 4, 4, *shape), [Span([2, 0, 3], 0, length)], backbone.device)
+
+
+def close(found, expected):
+    unit = {torch.float32: 1e-5, torch.bfloat16: 2.0**-6}[expected.dtype]
+    torch.testing.assert_close(found, expected, rtol=unit, atol=unit * float(expected.abs().max()))
+
+
+@needs_kernels
+@settings(max_examples=80, deadline=None)
+@given(
+    num_rows=st.integers(1, 5),
+    size=st.integers(1, 150),
+    kind=st.sampled_from(["any", "equal", "nan", "infinite", "lowest"]),
+    dtype=st.sampled_from(KERNEL_DTYPES),
+    seed=st.integers(0, 9),
+)
+@torch.inference_mode()
+def test_the_highest_logits_are_those_of_torch(num_rows, size, kind, dtype, seed):
+    logits = torch.randn(num_rows, size, generator=torch.Generator().manual_seed(seed)) * 4
+    place = seed % size
+    if kind == "equal":
+        logits = logits.round()
+    elif kind == "nan":
+        logits[0, place] = math.nan
+    elif kind == "infinite":
+        logits[0, place] = math.inf
+    elif kind == "lowest":
+        logits[0] = -math.inf
+    logits, names = logits.to(dtype), torch.arange(size) * 3 + 1
+    latest = torch.zeros(num_rows, dtype=torch.int64)
+    ids, values, probabilities = run_native(highest_step(logits, names, with_probabilities=True, latest=latest))
+    expected = logits.max(-1)
+    is_number = ~expected.values.isnan()
+    assert torch.equal(values.isnan(), ~is_number)
+    assert torch.equal(ids[is_number], names[expected.indices[is_number]])
+    assert torch.equal(latest, ids)
+    assert torch.equal(values[is_number], expected.values[is_number].float())
+    even = torch.where(expected.values.isfinite().unsqueeze(-1), logits, 0)
+    torch.testing.assert_close(probabilities, even.float().softmax(-1).amax(-1), rtol=1e-4, atol=1e-6)
+    assert highest_step(logits, None, with_probabilities=False).output.probabilities is None
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES)
+@torch.inference_mode()
+def test_layers_read_rows_where_they_lie_and_leave_them_where_they_are_kept(dtype):
+    backbone = Backbone(build_base("qwen3").to(dtype))
+    positions, ids = torch.arange(LENGTH), torch.randint(3, 60, (LENGTH,))
+    places = torch.randperm(20)[:LENGTH]
+    tables = [torch.full((20, backbone.hidden_size), math.nan, dtype=dtype) for _ in range(2)]
+    keeps = [StateRows(table, places) for table in tables]
+    lying = backbone.embedded(ids, positions)
+    assert isinstance(lying, StateRows)
+    found = backbone.run_through(lying, 0, [0, 6], positions, attention(backbone, 6), norms=True, keeps=keeps)
+    hidden = backbone.embed(ids, positions)
+    assert torch.equal(found[0], hidden)
+    close(found[1], backbone.parts.final_norm(backbone.run_layers(hidden, 0, 6, positions, attention(backbone, 6))))
+    for states, table in zip(found, tables, strict=True):
+        assert torch.equal(table[places], states[0])
+        assert table.isnan().all(-1).sum() == 20 - LENGTH
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES)
+@torch.inference_mode()
+def test_a_heads_first_product_is_part_of_its_step(dtype):
+    model = EarlyExitModel.from_base(build_base("llama").to(dtype), (2,), head="block", committed_context=True)
+    with torch.no_grad():
+        for parameter in model.heads.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    (head,), backbone, positions = model.exit_heads, model.backbone, torch.arange(LENGTH)
+    hidden, context = (
+        StateRows(torch.randn(30, backbone.hidden_size).to(dtype), torch.randperm(30)[:LENGTH]) for _ in range(2)
+    )
+    native = head.step(hidden, context, positions, attention(backbone, 7))
+    assert native is not None
+    found = run_native(native)
+    close(found, head(hidden.states(), context.states(), positions, attention(backbone, 7)))
+    # Keys and values alone are those that it keeps when it computes all.
+    attends = [attention(backbone, 7) for _ in range(2)]
+    for attend in attends:
+        for pool in (*attend._kv_cache.keys, *attend._kv_cache.values):
+            pool.zero_()
+    run_native(head.step(hidden, context, positions, attends[0]))
+    run_native(head.step(hidden, context, positions, attends[1], keeps_only=True))
+    for name in ("keys", "values"):
+        whole, alone = (getattr(attend._kv_cache, name)[head.kv_layer] for attend in attends)
+        assert torch.equal(whole, alone)
+        assert whole.any()
+    joined = JoinedRows(hidden, context, head._by_fuse)
+    assert joined.num_rows == LENGTH
+    assert joined.states().shape == (1, LENGTH, backbone.hidden_size)
+
+
+@needs_kernels
+@pytest.mark.parametrize("place", [-1, 64])
+@torch.inference_mode()
+def test_a_row_that_is_not_there_is_an_error(place):
+    backbone = Backbone(build_base("llama"))
+    positions = torch.arange(3)
+    lying = backbone.embedded(torch.tensor([5, place, 6]), positions)
+    with pytest.raises(IndexError, match="outside of its table"):
+        backbone.run_layers(lying, 0, 2, positions, attention(backbone, 6, 3))
+
+
+@torch.inference_mode()
+def test_a_table_turns_as_the_library_does():
+    base = build_base("llama")
+    embedding, table = base.model.rotary_emb, RotaryTable(base.model.rotary_emb)
+    assert RotaryTable.serves(embedding)
+    for dtype, last in types_and_lengths():
+        positions = torch.tensor([0, last, last // 2])
+        like = torch.zeros(1, 3, 8, dtype=dtype)
+        heads = torch.randn(3, 2, embedding.inv_freq.numel() * 2).to(dtype)
+        rotary = table(like, positions, last + 1)
+        cos, sin = (each.transpose(0, 1) for each in embedding(like, position_ids=positions.unsqueeze(0)))
+        half = heads.shape[-1] // 2
+        turned = torch.cat([-heads[..., half:], heads[..., :half]], dim=-1)
+        assert torch.equal(rotary.turn(heads), heads * cos + turned * sin)
+
+
+def types_and_lengths():
+    """Types and last positions, so that the table grows, shrinks in need, and changes its type."""
+    return [
+        (torch.float32, 5),
+        (torch.float32, FIRST_LENGTH - 1),
+        (torch.float32, FIRST_LENGTH),
+        (torch.bfloat16, 3 * FIRST_LENGTH),
+        (torch.float32, 7),
+    ]
+
+
+@pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
+def test_frequencies_that_depend_on_the_text_are_not_looked_up(rope_type):
+    embedding = torch.nn.Module()
+    embedding.rope_type = rope_type
+    assert not RotaryTable.serves(embedding)
+    assert not RotaryTable.serves(None)
+
+
+def prompts_of(number):
+    generator = random.Random(number)
+    return [[generator.randint(3, 60) for _ in range(generator.randint(1, 30))] for _ in range(4)]
+
+
+@needs_kernels
+@pytest.mark.parametrize("options", [{}, {"draft_policy": "adaptive"}, {"num_blocks": 28}])
+@pytest.mark.parametrize("method", ["single-layer", "hispec"])
+def test_drafts_and_verifications_at_once_are_those_step_by_step(monkeypatch, method, options):
+    model = build_heads(shallow(build_base("llama"), 4), "random", (0, 3), committed_context=True, draft_vocab_size=48)
+    found, calls = [], {"draft": [], "judge": []}
+    draft_at_once, judge_at_once = ModelRunner.draft_at_once, ModelRunner._judge_at_once
+
+    def counted(name, run):
+        def watched(*arguments, **options):
+            calls[name].append(run(*arguments, **options))
+            return calls[name][-1]
+
+        return watched
+
+    for at_once in (True, False):
+        nothing = lambda *arguments, **options: None  # noqa: E731
+        monkeypatch.setattr(ModelRunner, "draft_at_once", counted("draft", draft_at_once) if at_once else nothing)
+        monkeypatch.setattr(ModelRunner, "_judge_at_once", counted("judge", judge_at_once) if at_once else nothing)
+        engine = Engine(model, method=method, num_draft_tokens=3, **({"num_blocks": 200} | options))
+        completions = engine.generate(prompts_of(3), SamplingParams(max_new_tokens=20, ignore_eos=True))
+        levels = {name: vars(level) | {"seconds": 0} for name, level in engine.stats.levels.items()}
+        found.append(([completion.token_ids for completion in completions], levels, engine.stats.num_prefills))
+    assert found[0] == found[1]
+    # Now and then there are more rows than kernels take of such weights.
+    for made in calls.values():
+        assert sum(each is not None for each in made) > len(made) / 4 > 2
