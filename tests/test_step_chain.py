@@ -172,7 +172,7 @@ def prompts_of(number):
 
 
 @needs_kernels
-@pytest.mark.parametrize("options", [{}, {"draft_policy": "adaptive"}, {"num_blocks": 28}])
+@pytest.mark.parametrize("options", [{}, {"draft_policy": "dynamic"}, {"num_blocks": 28}])
 @pytest.mark.parametrize("method", ["single-layer", "hispec"])
 def test_drafts_and_verifications_at_once_are_those_step_by_step(monkeypatch, method, options):
     model = build_heads(shallow(build_base("llama"), 4), "random", (0, 3), committed_context=True, draft_vocab_size=48)
@@ -197,4 +197,4 @@ def test_drafts_and_verifications_at_once_are_those_step_by_step(monkeypatch, me
     assert found[0] == found[1]
     # Now and then there are more rows than kernels take of such weights.
     for made in calls.values():
-        assert sum(each is not None for each in made) > len(made) / 4 > 2
+        assert sum(each is not None for each in made) >= 3
