@@ -17,9 +17,10 @@ brought at this number of sequences, none are asked for, whatever the cost model
 *Probing*: where nothing is drafted nothing is learned. After `FIRST_PROBE` rounds in which some sequence drafted
 nothing, all such sequences draft the shortest draft in one round, together, because what a pass costs hardly depends on
 how many take part. After each probe it takes twice as many rounds to the next, up to `LAST_PROBE`; it begins anew when
-all draft, and when a new text comes. So a batch in which drafting does not pay runs at most one round in 65 with a
-shortest draft (by confidence it may go on), and one in 1025 after a while: where such a round costs a third more than a
-plain one, the loss is at most 0.5 %, and less by what is kept of the drafts.
+all draft, and when a new text comes. Nothing is tried where even `HOPE` would not pay, as in large batches: there the
+heads of all would first have to catch up with their texts. So a batch in which drafting does not pay runs at most one
+round in 65 with a shortest draft (by confidence it may go on), and one in 1025 after a while: where such a round costs
+a third more than a plain one, the loss is at most 0.5 %, and less by what is kept of the drafts.
 """
 
 from collections.abc import Sequence as Items
@@ -37,6 +38,8 @@ SHARED_MEMORY = 0.97
 """As `MEMORY`, over all texts: what a new one begins with."""
 FIRST_PROBE, LAST_PROBE = 64, 1024
 """Rounds to the first probe, and the most between two."""
+HOPE = 0.9
+"""The share of kept tokens that a probe may find, at best."""
 
 
 class RoundPolicy(Protocol):
@@ -124,9 +127,15 @@ class CostPolicy:
         if self._num_idle < self._interval:
             self._num_idle += 1
             return chosen
+        if not self._may_ever_pay(kept_shares, context):
+            return chosen
         self._num_idle, self._interval = 0, min(2 * self._interval, LAST_PROBE)
         self._has_drafts = True
         return [lengths if any(lengths) else self._choice.shortest for lengths in chosen]
+
+    def _may_ever_pay(self, kept_shares: Items[Items[float]], context: float | None) -> bool:
+        hopeful = [(HOPE,) * len(shares) for shares in kept_shares]
+        return any(map(any, self._choice(hopeful, context).lengths))
 
     def observe(self, num_tokens: int, num_verified: int, seconds: float) -> None:
         """As `RoundPolicy`."""

@@ -260,8 +260,8 @@ def test_pairs_of_exits_have_lengths_alone():
 
 
 def never(found=0.2):
-    """A policy of a machine on which drafts never pay, for texts whose drafts are kept so often."""
-    return CostPolicy(single(replace(COSTS, exit_heads={2: flat(50.0)})), [found])
+    """A policy of a machine on which drafts that are kept so often do not pay."""
+    return CostPolicy(single(replace(COSTS, exit_heads={2: flat(3.0)})), [found])
 
 
 def test_probes_are_rare_and_ever_rarer():
@@ -273,6 +273,11 @@ def test_probes_are_rare_and_ever_rarer():
     policy.first_shares()
     later = next(number for number in range(20_000) if any(map(any, policy.choose([[0.2]] * 4))))
     assert later <= FIRST_PROBE
+
+
+def test_nothing_is_tried_where_no_text_could_make_drafts_pay():
+    policy = CostPolicy(single(replace(COSTS, exit_heads={2: flat(50.0)})), [0.2])
+    assert not any(any(map(any, policy.choose([[0.2]] * 4))) for _ in range(3000))
 
 
 def test_all_that_draft_nothing_probe_in_the_same_round():
