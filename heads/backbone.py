@@ -20,7 +20,7 @@ from .lean_layer import TRIAL_LENGTHS, LayerRun, LeanLayer, agrees, is_of_family
 from .product import Product
 from .rotary import Rotary, RotaryTable
 from .row_invariance import TiledProduct, row_invariant, tiled_products
-from .stand_in import is_plain_linear, is_stand_in, plain_copy, read_weight
+from .stand_in import is_plain_embedding, is_plain_linear, is_stand_in, plain_copy, read_weight
 from .state_rows import StateRows, States, rows_of, states_of
 from .step_chain import run_native
 
@@ -174,8 +174,7 @@ class Backbone:
     def embedded(self, token_ids: Tensor, positions: Tensor) -> States:  # [T] int64 each
         """As `embed`, or where it lies, where the first decoder layer takes rows of the embedding as they are."""
         embedding = self.parts.embed_tokens
-        is_plain = type(embedding) is nn.Embedding and embedding.max_norm is None
-        if not self._are_lean or not is_plain or embedding._forward_hooks or embedding._forward_pre_hooks:
+        if not self._are_lean or not is_plain_embedding(embedding):
             return self.embed(token_ids, positions)
         return StateRows(cast(Tensor, embedding.weight), token_ids)
 
@@ -186,12 +185,9 @@ class Backbone:
         stop: int,  # exclusive
         positions: Tensor,  # [T] int64
         attend: Attend,
-        *,
-        norms: bool = False,  # whether to end with the final norm
-        keep: StateRows | None = None,  # where what is returned is put as well
     ) -> Tensor:  # [1, T, D]
         """Decoder layers `[start, stop)`."""
-        return self.run_through(hidden, start, [stop], positions, attend, norms=norms, keeps=[keep])[0]
+        return self.run_through(hidden, start, [stop], positions, attend)[0]
 
     def run_through(
         self,
@@ -235,7 +231,8 @@ class Backbone:
     ) -> Native[list[Tensor]] | None:
         """`run_through` as steps of our own kernels; None where these do not take it."""
         norm = self.parts.final_norm if norms else None
-        if not self._are_lean or (norm is not None and not self._is_lean_norm(norm, rows_of(hidden).table.dtype)):
+        may_norm = norm is None or self._is_lean_norm(norm, rows_of(hidden).table.dtype)
+        if not self._are_lean or not _may_be_native(attend) or not may_norm:
             return None
         rotary = self._rotary(rows_of(hidden).table, positions, self._runs[0], attend)
         steps, states = [], []
@@ -278,7 +275,7 @@ class Backbone:
     ) -> Native[Tensor] | None:
         """`run_block` as a step of our own kernels; None where these do not take it."""
         table = rows_of(hidden).table
-        if not isinstance(block, LeanLayer) or not self._is_lean_norm(norm, table.dtype):
+        if not isinstance(block, LeanLayer) or not _may_be_native(attend) or not self._is_lean_norm(norm, table.dtype):
             return None
         rotary = self._rotary(table, positions, block, attend)
         own_norm = None if keeps_only else norm
@@ -410,6 +407,10 @@ class Backbone:
             return layer(hidden, rotary, attend, kv_layer)
         extra = {} if rotary is None else {"position_embeddings": rotary}
         return layer(hidden, position_ids=positions.unsqueeze(0), attend=attend, kv_layer=kv_layer, **extra)
+
+
+def _may_be_native(attend: Attend) -> bool:
+    return find_kernels() is not None and getattr(attend, "pages", None) is not None
 
 
 def _twin(module: nn.Module, config: Any) -> nn.Module:

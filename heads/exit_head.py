@@ -13,6 +13,7 @@ from .backbone import AnyLayer, Attend, Backbone
 from .config import ExitHeadConfig
 from .fused_linear import fused_products
 from .kernel_types import Native
+from .lean_layer import LeanLayer
 from .low_rank import add_deltas, new_deltas
 from .product import Product
 from .state_rows import JoinedRows, StateRows, States, join, states_of
@@ -108,6 +109,12 @@ class ExitHead(nn.Module):
         last = states_of(states)
         return self._backbone.final_norm(last) if self.norm is None else self._backbone.norm(self.norm, last)
 
+    @property
+    def may_be_native(self) -> bool:
+        """Whether it is of a kind that `step` takes."""
+        is_lean = bool(self._lean) and isinstance(self._lean[0], LeanLayer)
+        return is_lean and self._by_mlp is None and self.norm is not None
+
     def step(
         self,
         hidden: StateRows,
@@ -119,8 +126,9 @@ class ExitHead(nn.Module):
     ) -> Native[Tensor] | None:  # [1, T, D]
         """`forward` as a step of our own kernels; None where these do not take it."""
         is_watched = self._forward_hooks or self._forward_pre_hooks
-        if not self._lean or self._by_mlp is not None or self.norm is None or is_watched or torch.is_grad_enabled():
+        if not self.may_be_native or is_watched or torch.is_grad_enabled():
             return None
+        assert self.norm is not None
         states: States = hidden
         if self._by_fuse is not None:
             assert context is not None

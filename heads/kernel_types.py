@@ -245,12 +245,14 @@ def pointer(tensor: Tensor | None) -> int | None:
 
 
 def source_of(source: StateRows | JoinedRows) -> Source:
-    """As kernels take it."""
+    """As kernels take it; its product is kept."""
     if isinstance(source, StateRows):
         return Source(rows_in(source))
     linear = source.fuse.linear()
-    eps = torch.finfo(source.table.dtype).eps  # that `join` takes
-    return Source(rows_in(source.hidden), ctypes.addressof(linear), rows_in(source.context), eps)
+    eps = torch.finfo(torch.float32).eps  # that `join` takes, whatever the type
+    told = Source(rows_in(source.hidden), ctypes.addressof(linear), rows_in(source.context), eps)
+    told.linear = linear
+    return told
 
 
 def rows_in(rows: StateRows) -> Rows:

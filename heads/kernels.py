@@ -134,12 +134,6 @@ class Kernels:
         what = ProductStep(ctypes.addressof(linear), rows_in(source), outputs.data_ptr(), source.num_rows)
         return Native([Step(what, (linear, source, outputs), outputs.dtype)], outputs)
 
-    def highest(self, logits: Tensor, names: Tensor | None, *, with_probabilities: bool) -> Highest:
-        """See `highest_step`."""
-        native = self.highest_step(logits, names, with_probabilities=with_probabilities)
-        self.run(native.steps)
-        return native.output
-
     def highest_step(
         self,
         logits: Tensor,  # [R, V]
@@ -232,20 +226,21 @@ class Kernels:
             0 if new_blocks is None else len(new_blocks),
             places,
         )
+        told = source_of(source)
         what = LayersStep(
             ctypes.addressof(layers.places),
             len(layers.places),
             where,
             turns_of(rotary),
             norm or _NO_NORM,
-            source_of(source),
+            told,
             _NOWHERE if keep is None else rows_in(keep),
             states.data_ptr(),
             num_rows,
             table.shape[1],
             keeps_only,
         )
-        return Native([Step(what, (layers, source, rotary, pages, norm, keep, states), states.dtype)], states)
+        return Native([Step(what, (layers, source, told, rotary, pages, norm, keep, states), states.dtype)], states)
 
     def paged_attention(
         self,

@@ -109,7 +109,7 @@ class LeanLayer:
         """The layer as kernels take it; None where they do not: another activation, other types than the states'
         `dtype`, heads that are turned in part."""
         products = self.products
-        norms = [None if norm is None else norm.weight for norm in self._norms]
+        norms = [None if norm is None else norm.weight.detach() for norm in self._norms]
         weights = [tensor for product in products for tensor in (product.weight, product.bias)]
         are_alike = all(tensor is None or tensor.dtype == dtype for tensor in (*weights, *norms, rotary.cos))
         if not self._is_silu or not are_alike or rotary.cos.shape[-1] != self._head_dim:
@@ -193,7 +193,7 @@ def layers_step(
     described = layers.describe(dtype, num_rows, rotary)
     if described is None:
         return None
-    by_norm = None if norm is None else Norm.of(norm.weight, norm.variance_epsilon)
+    by_norm = None if norm is None else Norm.of(norm.weight.detach(), norm.variance_epsilon)
     return kernels.layers_step(described, first_kv_layer, source, rotary, pages, by_norm, keep, keeps_only=keeps_only)
 
 

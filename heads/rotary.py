@@ -69,7 +69,8 @@ class RotaryTable:
     ) -> Rotary:
         """For these positions, in the type of `like`."""
         frequencies = self._embedding.inv_freq
-        made_of = like.dtype, frequencies.data_ptr(), frequencies.dtype
+        version = 0 if frequencies.is_inference() else frequencies._version
+        made_of = like.dtype, frequencies.data_ptr(), version, frequencies.dtype, self._embedding.attention_scaling
         if self._rows is None or self._made_of != made_of or num_positions > self._rows.cos.shape[0]:
             length = max(FIRST_LENGTH, 1 << num_positions.bit_length())
             everywhere = torch.arange(length, device=like.device).unsqueeze(0)

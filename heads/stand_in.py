@@ -41,13 +41,18 @@ def base_of(model: Any) -> PreTrainedModel:
 
 def is_plain_linear(module: Any) -> bool:
     """Whether `module` is `hidden @ weight.T + bias` over ordinary tensors, and nothing is hooked to it."""
-    return (
-        type(module) is nn.Linear
-        # Some libraries quantise by another class of tensor in an ordinary layer.
-        and type(module.weight) is nn.Parameter
-        and module.weight.is_floating_point()
-        and not (module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
-    )
+    return type(module) is nn.Linear and _is_plain(module)
+
+
+def is_plain_embedding(module: Any) -> bool:
+    """Whether `module` gives rows of an ordinary tensor as they are, and nothing is hooked to it."""
+    return type(module) is nn.Embedding and module.max_norm is None and _is_plain(module)
+
+
+def _is_plain(module: Any) -> bool:
+    # Some libraries quantise by another class of tensor in an ordinary layer.
+    is_ordinary = type(module.weight) is nn.Parameter and module.weight.is_floating_point()
+    return is_ordinary and not (module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
 
 
 def is_stand_in(module: nn.Module) -> bool:

@@ -77,11 +77,13 @@ def calibrate(
 def _by_token(far: Table, near: Table, num_tokens: float) -> Table | None:
     if num_tokens <= 0:
         return None
-    seconds = tuple(
-        tuple(max(0.0, value - near.at(size, rows)) / num_tokens for rows, value in zip(far.num_rows, row, strict=True))
-        for size, row in zip(far.batch_sizes, far.seconds, strict=True)
-    )
-    return replace(far, seconds=seconds)
+    seconds = []
+    for size, row in zip(far.batch_sizes, far.seconds, strict=True):
+        # A line over the rows: single differences of two timings are mostly noise, and are carried far.
+        rises = [value - near.at(size, rows) for rows, value in zip(far.num_rows, row, strict=True)]
+        slope, start = np.polyfit(far.num_rows, rises, 1) if len(rises) > 1 else (0.0, rises[0])
+        seconds.append(tuple(max(0.0, float(start + slope * rows)) / num_tokens for rows in far.num_rows))
+    return replace(far, seconds=tuple(seconds))
 
 
 def _equations(costs: Costs, timed: TimedRound) -> list[tuple[list[float], float]]:

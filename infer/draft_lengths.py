@@ -5,6 +5,7 @@ most tokens a second, the shortest of lengths that are alike, and nothing where 
 Within a round `SingleLayerLengths.num_worth` says from the confidence of each drafted token whether another one pays.
 """
 
+import math
 from collections import Counter
 from collections.abc import Sequence as Items
 from functools import lru_cache
@@ -18,8 +19,8 @@ GRID = 20
 """Shares are rounded to so many parts of one, so that a choice that was made once can be looked up."""
 HISPEC_GRID = 10
 """The same under `hispec`, where a choice that has to be made is that of one in fifty pairs of lengths."""
-CONTEXT_GRID = 64
-"""Contexts are rounded to so many tokens, for the same reason."""
+FIRST_CONTEXT, CONTEXT_GRID = 64, 1.3
+"""Contexts are rounded to so many tokens, or so many times as many, and so on, for the same reason."""
 MAX_CHOICES = 8192
 """Choices that are kept."""
 CERTAIN = 0.02
@@ -176,7 +177,10 @@ def build_choice(costs: Costs, acceptance: Acceptance, longest: Setting) -> Leng
 
 def on_context_grid(context: float | None) -> int | None:
     """The tokens before a round, in steps that hardly change what it costs."""
-    return None if context is None else round(context / CONTEXT_GRID) * CONTEXT_GRID
+    if context is None:
+        return None
+    steps = max(0, round(math.log(max(context, 1.0) / FIRST_CONTEXT, CONTEXT_GRID)))
+    return round(FIRST_CONTEXT * CONTEXT_GRID**steps)
 
 
 def _behind(costs: Costs, context: int | None) -> Costs:

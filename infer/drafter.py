@@ -60,7 +60,7 @@ class Drafter:
         nums_active = [sum(count > place for count in counts) for place in range(counts[0])]
         questions = self._questions(sequences, lengths, nums_active)
         is_plain = all(question.reader.is_plain for question in questions)
-        plan = self._runner.plan_draft(sequences, counts, may_be_at_once=is_plain)
+        plan = self._runner.plan_draft(sequences, counts, nums_active, may_be_at_once=is_plain)
         found = self._runner.draft_at_once(plan, with_probabilities=self._asks_confidence)
         if found is None:
             readings = self._draw(plan, questions)

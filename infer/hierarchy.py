@@ -63,6 +63,7 @@ class Hierarchy:
         self._read = partial(read_logits, vocab_size=runner.model.backbone.vocab_size, one_by_one=is_exact)
         self._generator = generator
         self._top = len(runner.levels) - 1
+        self._has_copies = False  # in this round
         # Decides token by token; None where the lengths of drafts are known before.
         self._token_policy = round_policy if round_policy is not None and round_policy.by_confidence else None
         is_fixed = self._token_policy is None and all(isinstance(policy, FixedPolicy) for policy in policies)
@@ -100,7 +101,8 @@ class Hierarchy:
         if self._trees is not None:
             self._trees.round(sequences)
             return
-        start, before = time.perf_counter(), self._count(sequences)
+        start, num_known = time.perf_counter(), sum(len(sequence.token_ids) for sequence in sequences)
+        self._has_copies = False
         if self._round_policy is not None:
             # Before any token of the round is drawn: who drafts may depend on nothing but tokens that are verified.
             shares = [sequence.kept_shares for sequence in sequences]
@@ -113,14 +115,8 @@ class Hierarchy:
                     self._runner.complete_head(level, behind)
         self._verify(self._top, sequences)
         if self._round_policy is not None:
-            num_tokens, num_verified = (now - then for now, then in zip(self._count(sequences), before, strict=True))
-            self._round_policy.observe(num_tokens, num_verified, time.perf_counter() - start)
-
-    def _count(self, sequences: list[Sequence]) -> tuple[int, int]:
-        """Their tokens, and those proposed that the target has judged."""
-        name = self._runner.levels[self._top].name
-        num_judged = sum(sequence.stats.levels[name].num_drafted for sequence in sequences)
-        return sum(len(sequence.token_ids) for sequence in sequences), num_judged
+            num_tokens = sum(len(sequence.token_ids) for sequence in sequences) - num_known
+            self._round_policy.observe(num_tokens, time.perf_counter() - start, has_copies=self._has_copies)
 
     def _longest(self, level: int, sequence: Sequence) -> int:
         """The most tokens that the next level asks of `level` in this round."""
@@ -180,6 +176,7 @@ class Hierarchy:
             else:
                 if self._free_drafts is not None and level == self._top:
                     drafting = self._free_drafts.take_over(sequences)
+                    self._has_copies = len(drafting) < len(sequences)
                 self._propose(level - 1, drafting)
         is_plain = level == self._top and all(s.num_computed[0] == s.num_computed[-1] for s in sequences)
         for lower in range(0 if is_plain else level):

@@ -56,7 +56,7 @@ class ModelRunner:
         num_rows: int,  # sequences that run at once
         window: int,  # positions whose states are kept
         *,
-        max_lag: int,  # see `must_catch_up`
+        max_lag: int,  # see `behind`
         is_exact: bool = False,  # attend as exact mode does; the model must be row-invariant
         by_varlen: bool = False,  # attend by the GPU's paged kernel
         uses_graphs: bool = False,  # with it: replay passes of few rows as CUDA graphs
@@ -84,6 +84,7 @@ class ModelRunner:
             parts.append(self._whole)
         self._packer = RowPacker(kv_cache, self._windows, backbone.device, is_exact=is_exact, by_varlen=by_varlen)
         self._run = PassRunner(self._packer, kv_cache, parts, uses_graphs=uses_graphs)
+        self._drafts_natively = self._has_kernels and not is_exact and len(levels) > 1 and self._head(0).may_be_native
 
     def vocab_ids(self, index: int) -> Tensor | None:  # [V_d] int64
         """The token ids that level `index` scores; None is the whole vocabulary."""
@@ -268,7 +269,7 @@ class ModelRunner:
         if not sequences or not self._heads[index].kv_layers:
             return
         bounds = [(sequence.num_head_computed[index], sequence.num_computed[index]) for sequence in sequences]
-        for some in _in_passes(bounds):
+        for some in _in_passes(bounds) if self._has_kernels else [slice(None)]:
             (rows,) = self._packer.pack([Pass(sequences[some], bounds[some])])
             self._keep_of_head(index, self._head_source(index, rows), rows.positions, rows.attend)
         for sequence, (_, stop) in zip(sequences, bounds, strict=True):
@@ -278,6 +279,7 @@ class ModelRunner:
         self,
         sequences: list[Sequence],
         counts: list[int],  # of tokens that each is to draw, at least 1; never rising
+        nums_active: list[int],  # by token: how many draw it
         *,
         may_be_at_once: bool = False,  # whether `draft_at_once` is to be tried
     ) -> DraftPlan:
@@ -287,7 +289,6 @@ class ModelRunner:
         unseen = [(s, (s.num_computed[0], s.num_known)) for s in sequences if s.num_computed[0] < s.num_known]
         newest = [(length - 1, length) for length in lengths]
         bounds = self._head_bounds(0, sequences, newest)
-        nums_active = [sum(count > place for count in counts) for place in range(counts[0])]
         layers_attend, head_attends = bool(self._layers[0].kv_layers), bool(self._heads[0].kv_layers)
         passes = []
         # Mostly the head has to see what the layers have: then both run over the same rows.
@@ -300,7 +301,7 @@ class ModelRunner:
         for place, number in enumerate(nums_active[1:]):
             following = [(length + place, length + place + 1) for length in lengths[:number]]
             passes.append(Pass(sequences[:number], following, attends=layers_attend or head_attends))
-        has_last = may_be_at_once and self._has_kernels
+        has_last = may_be_at_once and self._drafts_natively
         if has_last:
             passes.append(Pass(sequences, [(end - 1, end) for end in ends], attends=layers_attend))
         rows = list(self._run.pack([self._layers[0], self._heads[0]], passes))

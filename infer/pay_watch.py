@@ -13,7 +13,8 @@ PLAIN_MEMORY, GAIN_MEMORY = 0.8, 0.95
 FIRST_GAIN = 0.2
 """What drafts are taken to gain, in parts of a plain round, before any is seen: one noisy round says little."""
 MOST_PLAIN, MOST_GAIN = 2.0, 3.0
-"""A round counts as at most so many times what was known, or so much gain or loss: the machine may have been busy."""
+"""A round counts as at most so many times what was known, at first by the cost model, or so much gain: the machine may
+have been busy."""
 FIRST_PATIENCE, PATIENCE, LONG_PATIENCE = 8, 48, 192
 """Rounds with drafts to the first plain one, to the next, and where drafts gain more than `CLEAR_GAIN`."""
 CLEAR_GAIN = 0.3
@@ -57,16 +58,18 @@ class PayWatch:
     ) -> None:
         """Learn from a round."""
         known = self._by_size[batch_size]
-        if has_drafts:
+        if has_copies:
+            # They say nothing of the exits, and a plain round is only tried for now and then.
+            known.num_since_plain = known.num_since_plain + 1 if has_drafts else 0
+        elif has_drafts:
             known.num_since_plain += 1
             if known.plain_scale is not None:
                 plain = plain_seconds * known.plain_scale
                 gain = min(max(num_tokens / batch_size - seconds / plain, -1.0), MOST_GAIN)
                 known.gain = GAIN_MEMORY * known.gain + (1 - GAIN_MEMORY) * gain
-        elif not has_copies:
+        else:
             known.num_since_plain = 0
-            scale = seconds / plain_seconds
+            scale = min(seconds / plain_seconds, MOST_PLAIN * (known.plain_scale or 1.0))
             if known.plain_scale is not None:
-                scale = min(scale, MOST_PLAIN * known.plain_scale)
                 scale = PLAIN_MEMORY * known.plain_scale + (1 - PLAIN_MEMORY) * scale
             known.plain_scale = scale

@@ -65,9 +65,9 @@ class RoundPolicy(Protocol):
         """Which of the sequences that have room draft one more token behind theirs, in the round that was last chosen;
         as places in `chances`."""
 
-    def observe(self, num_tokens: int, num_verified: int, seconds: float) -> None:
-        """Learn how many tokens the round that was last chosen committed, how many proposed ones the target judged in
-        it, and how long it took."""
+    def observe(self, num_tokens: int, seconds: float, *, has_copies: bool) -> None:
+        """Learn how many tokens the round that was last chosen committed, how long it took, and whether any tokens were
+        copied in it."""
 
     def updated_share(
         self,
@@ -137,9 +137,8 @@ class CostPolicy:
         hopeful = [(HOPE,) * len(shares) for shares in kept_shares]
         return any(map(any, self._choice(hopeful, context).lengths))
 
-    def observe(self, num_tokens: int, num_verified: int, seconds: float) -> None:
+    def observe(self, num_tokens: int, seconds: float, *, has_copies: bool) -> None:
         """As `RoundPolicy`."""
-        has_copies = num_verified > 0 and not self._has_drafts
         self._watch.observe(
             self._batch_size,
             self._plain_seconds,

@@ -29,7 +29,7 @@ def run(true_costs, num_rounds, noise=0.0):
         kept = [next((k for k in range(length) if generator.random() >= SHARE), length) for length in lengths]
         draft = max(lengths) * (2 * true_costs.layer.at(BATCH, 1) + true_costs.exit_heads[2].at(BATCH, 1))
         seconds = (plain + draft) * generator.uniform(1 - noise, 1 + noise)
-        policy.observe(BATCH + sum(kept), sum(lengths), seconds)
+        policy.observe(BATCH + sum(kept), seconds, has_copies=False)
         watched, num_tokens, total = watched + 1, num_tokens + BATCH + sum(kept), total + seconds
         drafting.append(any(lengths))
     return num_tokens / total / (BATCH / plain), drafting

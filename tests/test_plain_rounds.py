@@ -32,8 +32,8 @@ class Script:
     def first_shares(self):
         return [0.5] * self._num_levels
 
-    def observe(self, num_tokens, num_verified, seconds):
-        assert num_verified >= 0
+    def observe(self, num_tokens, seconds, *, has_copies):
+        assert has_copies in (False, True)
         assert num_tokens > 0
         assert seconds > 0
 

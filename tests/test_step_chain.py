@@ -98,7 +98,8 @@ def test_a_heads_first_product_is_part_of_its_step(dtype):
             parameter.add_(torch.randn_like(parameter) * 0.1)
     (head,), backbone, positions = model.exit_heads, model.backbone, torch.arange(LENGTH)
     hidden, context = (
-        StateRows(torch.randn(30, backbone.hidden_size).to(dtype), torch.randperm(30)[:LENGTH]) for _ in range(2)
+        StateRows((torch.randn(30, backbone.hidden_size) * scale).to(dtype), torch.randperm(30)[:LENGTH])
+        for scale in (1.0, 0.03)  # so small that what a norm adds to their squares is seen
     )
     native = head.step(hidden, context, positions, attention(backbone, 7))
     assert native is not None
@@ -131,7 +132,7 @@ def test_a_row_that_is_not_there_is_an_error(place):
         backbone.run_layers(lying, 0, 2, positions, attention(backbone, 6, 3))
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def test_a_table_turns_as_the_library_does():
     base = build_base("llama")
     embedding, table = base.model.rotary_emb, RotaryTable(base.model.rotary_emb)
@@ -145,6 +146,10 @@ def test_a_table_turns_as_the_library_does():
         half = heads.shape[-1] // 2
         turned = torch.cat([-heads[..., half:], heads[..., :half]], dim=-1)
         assert torch.equal(rotary.turn(heads), heads * cos + turned * sin)
+    # Whoever changes the frequencies is followed.
+    embedding.inv_freq.div_(2)
+    cos = embedding(like, position_ids=positions.unsqueeze(0))[0]
+    assert torch.equal(table(like, positions, last + 1).cos[positions, 0], cos[0])
 
 
 def types_and_lengths():
@@ -164,6 +169,53 @@ def test_frequencies_that_depend_on_the_text_are_not_looked_up(rope_type):
     embedding.rope_type = rope_type
     assert not RotaryTable.serves(embedding)
     assert not RotaryTable.serves(None)
+
+
+@needs_kernels
+@pytest.mark.parametrize("change", ["written", "put in its place", "another type and back"])
+def test_an_engine_follows_weights_between_requests(change):
+    base = build_base("llama").to(torch.bfloat16)
+    model = EarlyExitModel.from_configs(base, [])
+    engine = Engine(model, method="autoregressive", num_blocks=40, pack_weights=True)
+    params = SamplingParams(max_new_tokens=12, ignore_eos=True, logprobs=1)
+    prompt = [5, 6, 7]
+    found = []
+    for _ in range(2):
+        (completion,) = engine.generate([prompt], params)
+        (expected,) = Engine(
+            EarlyExitModel.from_configs(base, []), method="autoregressive", num_blocks=40, pack_weights=True
+        ).generate([prompt], params)
+        assert completion.token_ids == expected.token_ids
+        assert completion.logprobs == expected.logprobs
+        found.append([each.logprob for each in completion.logprobs])
+        layer = base.model.layers[1]
+        with torch.no_grad():
+            for parameter in (layer.input_layernorm.weight, layer.mlp.down_proj.weight, layer.self_attn.q_proj.weight):
+                if change == "written":
+                    parameter.mul_(1.5)
+                elif change == "put in its place":
+                    parameter.data = parameter.data * 1.5
+            if change == "another type and back":
+                base.float()
+                layer.input_layernorm.weight.mul_(1.5)
+                base.bfloat16()
+    assert found[0] != found[1]
+
+
+@needs_kernels
+def test_an_embedding_that_computes_something_else_is_asked():
+    base = build_base("llama")
+    model = EarlyExitModel.from_configs(base, [])
+    ids, positions = torch.tensor([5, 6, 7]), torch.arange(3)
+    assert isinstance(model.backbone.embedded(ids, positions), StateRows)
+    embedding = base.get_input_embeddings()
+    forward = embedding.forward
+    embedding.forward = lambda ids: forward(ids) * 2
+    assert torch.equal(model.backbone.embedded(ids, positions), model.backbone.embed(ids, positions))
+    del embedding.forward
+    hook = embedding.register_forward_hook(lambda module, arguments, states: states * 2)
+    assert not isinstance(model.backbone.embedded(ids, positions), StateRows)
+    hook.remove()
 
 
 def prompts_of(number):
