@@ -114,5 +114,7 @@ class Drafter:
 
 def _to_host(parts: list[Tensor]) -> list[list]:
     """The values of several tensors, by one transfer."""
+    if len(parts) == 1:
+        return [parts[0].tolist()]
     values = torch.cat(parts).tolist()
     return [values[start:stop] for start, stop in pairwise([0, *accumulate(map(len, parts))])]

@@ -240,7 +240,7 @@ class Hierarchy:
             self._runner.advance(level, sequences)
             logits = self._runner.score(level, sequences, starts)
         bounds = [(start, sequence.num_known) for sequence, start in zip(sequences, starts, strict=True)]
-        parts = list(logits.split([stop - start for start, stop in bounds]))
+        parts = [logits] if len(bounds) == 1 else list(logits.split([stop - start for start, stop in bounds]))
         vocab_ids = self._runner.vocab_ids(level)
         asks_confidence = self._asks_confidence and level < self._top
         rows = self._read(
