@@ -78,7 +78,7 @@ def make_plan(model: EarlyExitModel, options: Mapping[str, Any], build_engine: "
 def _row_cost_by_grid(costs: Costs) -> RowCost:
     @cache
     def at(num_seqs: int, context: int | None) -> float:
-        return row_cost(costs if context is None else costs.behind(context), num_seqs)
+        return row_cost(costs.behind(context), num_seqs)
 
     return lambda num_seqs, context: at(num_seqs, on_context_grid(context))
 

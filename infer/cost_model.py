@@ -102,9 +102,9 @@ class Costs:
     layer_by_token: Table | None = None
     """What one more of them adds to a decoder layer; None where it is not known."""
 
-    def behind(self, context: float) -> "Costs":
-        """The costs behind so many tokens."""
-        if self.layer_by_token is None:
+    def behind(self, context: float | None) -> "Costs":
+        """The costs behind so many tokens; as they are where None is said, or nothing is known of others."""
+        if context is None or self.layer_by_token is None:
             return self
         further = context - self.context
         seconds = [

@@ -118,7 +118,7 @@ class SingleLayerLengths:
         return {step: (length,) for step, length in lengths.items()}, rates[num_joined][0]
 
     def _seconds_at(self, batch_size: int, context: int | None) -> "_RoundSeconds":
-        costs, exit_layer = _behind(self._costs, context), self._exit_layer
+        costs, exit_layer = self._costs.behind(context), self._exit_layer
         most = batch_size * self._max_length
         return _RoundSeconds(
             plain=predict(AUTOREGRESSIVE, costs, Acceptance(hops={}), batch_size).seconds_per_round,
@@ -149,7 +149,7 @@ class HispecLengths:
         self, batch_size: int, steps: tuple[int, ...], context: int | None
     ) -> tuple[Lengths, float, float]:
         """The lengths, the tokens a second, and those of plain decoding."""
-        costs = _behind(self._costs, context)
+        costs = self._costs.behind(context)
         shares = [shifted_shares(kept, step / HISPEC_GRID) for kept, step in zip(self._kept, steps, strict=True)]
         acceptance = Acceptance(hops=dict(zip(self._hops, shares, strict=True)))
 
@@ -181,10 +181,6 @@ def on_context_grid(context: float | None) -> int | None:
         return None
     steps = max(0, round(math.log(max(context, 1.0) / FIRST_CONTEXT, CONTEXT_GRID)))
     return round(FIRST_CONTEXT * CONTEXT_GRID**steps)
-
-
-def _behind(costs: Costs, context: int | None) -> Costs:
-    return costs if context is None else costs.behind(context)
 
 
 def shifted_shares(kept: Items[float], first: float) -> tuple[float, ...]:

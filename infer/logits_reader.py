@@ -100,9 +100,7 @@ class LogitsReader:
         if self._is_greedy:
             return self.read(found)
         ids, values, confidence = found
-        is_finite = values.isfinite()
-        if self._never_waits or not is_finite.all():
-            logits = logits.masked_fill(~is_finite.unsqueeze(-1), 0)
+        logits = self._evened(logits, values)
         parts = zip(logits.split(self._num_rows), self._settings, strict=True)
         probs_of = [to_probs(part, *settings) for part, settings in parts]
         probs = probs_of[0] if len(probs_of) == 1 else torch.cat(probs_of)
@@ -127,10 +125,14 @@ class LogitsReader:
             ids = self._vocab_ids[ids]
         if not self._asks_confidence:
             return Highest(ids, values, None)
-        is_finite = values.isfinite()
+        return Highest(ids, values, self._evened(logits, values).float().softmax(-1).amax(-1))
+
+    def _evened(self, logits: Tensor, highest: Tensor) -> Tensor:  # [R, V], [R] -> [R, V]
+        """The logits with zeros in rows whose highest value is not finite."""
+        is_finite = highest.isfinite()
         if self._never_waits or not is_finite.all():
-            logits = logits.masked_fill(~is_finite.unsqueeze(-1), 0)
-        return Highest(ids, values, logits.float().softmax(-1).amax(-1))
+            return logits.masked_fill(~is_finite.unsqueeze(-1), 0)
+        return logits
 
 
 def read_logits(

@@ -22,7 +22,8 @@ from .sequence import Proposal, Sequence, mean_length
 from .stats import timed
 
 RowCost = Callable[[int, float], float | None]
-"""By the number of sequences: what one more row costs, see `free_drafts`; None where it was not measured."""
+"""By the number of sequences and their tokens in the mean: what one more row costs, see `free_drafts`; None where that
+was not measured."""
 
 
 class NgramProposer:

@@ -112,15 +112,18 @@ class CostPolicy:
 
     def choose(self, kept_shares: Items[Items[float]], context: float | None = None) -> Items[Lengths]:
         """As `RoundPolicy`."""
+        lengths = self._choose(kept_shares, context)
+        self._has_drafts = any(map(any, lengths))
+        return lengths
+
+    def _choose(self, kept_shares: Items[Items[float]], context: float | None) -> Items[Lengths]:
         self._batch_size, self._context = len(kept_shares), context
         chosen, self._tokens_per_second, self._plain_seconds = self._choice([tuple(s) for s in kept_shares], context)
-        self._has_drafts = any(map(any, chosen))
-        if self._has_drafts and self._watch.needs_plain(self._batch_size):
-            self._has_drafts = False
-            return [(0,) * len(lengths) for lengths in chosen]
+        nothing = [(0,) * len(lengths) for lengths in chosen]
+        if any(map(any, chosen)) and self._watch.needs_plain(self._batch_size):
+            return nothing
         if not self._watch.pays(self._batch_size):
-            chosen = [(0,) * len(lengths) for lengths in chosen]
-            self._has_drafts = False
+            chosen = nothing
         if all(map(any, chosen)):
             self._num_idle, self._interval = 0, FIRST_PROBE
             return chosen
@@ -130,7 +133,6 @@ class CostPolicy:
         if not self._may_ever_pay(kept_shares, context):
             return chosen
         self._num_idle, self._interval = 0, min(2 * self._interval, LAST_PROBE)
-        self._has_drafts = True
         return [lengths if any(lengths) else self._choice.shortest for lengths in chosen]
 
     def _may_ever_pay(self, kept_shares: Items[Items[float]], context: float | None) -> bool:

@@ -17,6 +17,7 @@ from hispec.infer.kv_cache import KVCache
 from hispec.infer.model_runner import ModelRunner
 
 from .models import build_base, build_heads, shallow
+from .test_kernels import close
 
 needs_kernels = pytest.mark.skipif(find_kernels() is None, reason="this machine cannot compile the kernels")
 LENGTH = 9
@@ -26,11 +27,6 @@ def attention(backbone, num_layers, length=LENGTH):
     """Of a text from its beginning, over a cache of its own."""
     shape = (backbone.num_kv_heads, backbone.head_dim, backbone.dtype, backbone.device)
     return PagedAttention(KVCache(num_layers, 4, 4, *shape), [Span([2, 0, 3], 0, length)], backbone.device)
-
-
-def close(found, expected):
-    unit = {torch.float32: 1e-5, torch.bfloat16: 2.0**-6}[expected.dtype]
-    torch.testing.assert_close(found, expected, rtol=unit, atol=unit * float(expected.abs().max()))
 
 
 @needs_kernels

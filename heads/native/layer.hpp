@@ -128,14 +128,8 @@ template <typename A> class LayerPass {
             A* target = heads + row * num_outputs + head * size;
             const bool is_query = head < num_heads;
             const A* weight = static_cast<const A*>(is_query ? layer.query_norm : layer.key_norm);
-            if (head < num_turned && weight) {
-                const float inverse = inverse_norm(values, size, is_query ? layer.query_eps : layer.key_eps);
-                for (int64_t first = 0; first < size; first += LANES) {
-                    const __mmask16 which = first_lanes(size - first);
-                    const Lanes lanes = load_some(values + first, which);
-                    store_some(values + first, which, normed<A>(lanes, inverse, load_some(weight + first, which)));
-                }
-            }
+            if (head < num_turned && weight)
+                put_normed(values, is_query ? layer.query_eps : layer.key_eps, weight, size, values);
             if (head >= num_turned) {
                 for (int64_t first = 0; first < size; first += LANES) {
                     const __mmask16 which = first_lanes(size - first);
@@ -236,7 +230,7 @@ template <typename A> class LayerPass {
         return static_cast<A*>(rows.table) + (rows.places ? rows.places[row] : row) * size;
     }
 
-    static void put_normed(const A* values, float eps, const A* weight, int64_t size, A* target) {
+    template <typename B> static void put_normed(const B* values, float eps, const A* weight, int64_t size, B* target) {
         const float inverse = inverse_norm(values, size, eps);
         for (int64_t first = 0; first < size; first += LANES) {
             const __mmask16 which = first_lanes(size - first);
