@@ -8,7 +8,7 @@ from .config import ExitHeadConfig, HeadKind, check_exit_layers, head_kinds
 from .draft_verifier import CONFIDENCE_FEATURES, DraftVerifier, draft_features, num_features
 from .early_exit_model import EarlyExitModel
 from .exit_head import ExitHead, context_position, context_positions
-from .kernel_types import Highest, Native, Pages, Places, Pools
+from .kernel_types import Drawn, Highest, Native, Pages, Places, Pools
 from .kernels import KERNEL_DTYPES, MAX_ATTENDED_ROWS, find_kernels
 from .product_form import FormTable, FormTables, ProductKind, possible_forms
 from .product_trial import is_timed, measure_forms
@@ -25,6 +25,7 @@ __all__ = [
     "Backbone",
     "DenseAttention",
     "DraftVerifier",
+    "Drawn",
     "EarlyExitModel",
     "ExitHead",
     "ExitHeadConfig",

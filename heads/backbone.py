@@ -282,6 +282,11 @@ class Backbone:
         return layers_step(block.alone, kv_layer, hidden, rotary, attend, own_norm, keeps_only=keeps_only)
 
     @property
+    def has_rotary_table(self) -> bool:
+        """Whether what turns queries and keys is looked up by position, so that steps may be done again elsewhere."""
+        return self._rotary_table is not None
+
+    @property
     def row_step(self) -> int:
         """Rows that all products take at once, in about the time of one; 1 where each takes its own."""
         kernels = find_kernels()

@@ -5,7 +5,7 @@ over V tokens.
 """
 
 import ctypes
-from ctypes import c_float, c_int64, c_void_p
+from ctypes import c_double, c_float, c_int64, c_void_p
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
@@ -162,6 +162,17 @@ class Highest(NamedTuple):
     probabilities: Tensor | None  # [R] float32, of these by softmax; of rows that are not finite as if they were even
 
 
+class Drawn(NamedTuple):
+    """The tokens of greedy drafts."""
+
+    token_ids: Tensor  # [T] int64, by token: those of all sequences that drew it
+    probabilities: Tensor | None  # [T] float32, as in `Highest`
+    least: "ctypes.Array[c_double]"
+    """To be set where a lone sequence's draft may end sooner: how likely all k + 1 tokens must stand for another."""
+    num_drawn: c_int64
+    """Tokens of the longest draft; what would be behind means nothing."""
+
+
 class PagesOfLayers(ctypes.Structure):
     _fields_ = (
         ("keys", c_void_p),
@@ -203,7 +214,6 @@ class HighestStep(ctypes.Structure):
         ("logits", c_void_p),
         ("names", c_void_p),
         ("ids", c_void_p),
-        ("latest", c_void_p),
         ("values", c_void_p),
         ("probabilities", c_void_p),
         ("num_rows", c_int64),
@@ -211,13 +221,31 @@ class HighestStep(ctypes.Structure):
     )
 
 
+class DraftStep(ctypes.Structure):
+    """Tokens of greedy drafts, but for the first."""
+
+    _fields_ = (
+        ("first", c_void_p),
+        ("layers", c_void_p),
+        ("head", c_void_p),
+        ("logits", c_void_p),
+        ("highest", c_void_p),
+        ("counts", c_void_p),
+        ("num_passes", c_int64),
+        ("token_ids", c_void_p),
+        ("probabilities", c_void_p),
+        ("least", c_void_p),
+        ("num_drawn", c_void_p),
+    )
+
+
 class StepOfKind(ctypes.Structure):
     """A step as it is told."""
 
-    _fields_ = (("kind", c_int64), ("what", c_void_p))
+    _fields_ = (("kind", c_int64), ("what", c_void_p), ("seconds", c_double))
 
 
-KINDS_OF_STEPS: tuple[type[ctypes.Structure], ...] = (LayersStep, ProductStep, HighestStep)
+KINDS_OF_STEPS: tuple[type[ctypes.Structure], ...] = (LayersStep, ProductStep, HighestStep, DraftStep)
 """Their numbers."""
 
 

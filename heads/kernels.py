@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import warnings
-from ctypes import c_float, c_int64, c_void_p
+from ctypes import c_double, c_float, c_int64, c_void_p
 from functools import cache, partial
 
 import torch
@@ -18,6 +18,8 @@ from torch import Tensor
 from .kernel_library import find_library
 from .kernel_types import (
     KINDS_OF_STEPS,
+    DraftStep,
+    Drawn,
     Heads,
     Highest,
     HighestStep,
@@ -125,7 +127,7 @@ class Kernels:
         """`states @ weight.T * scale + bias`."""
         assert states.shape[-1] == linear.num_inputs
         native = self.product_step(linear, StateRows(states.reshape(-1, linear.num_inputs).contiguous(), None))
-        self.run(native.steps)
+        self.run(self.tell(native.steps), states.dtype)
         return native.output.view(*states.shape[:-1], -1)
 
     def product_step(self, linear: Linear, source: StateRows) -> Native[Tensor]:  # [T, D_out]
@@ -140,7 +142,6 @@ class Kernels:
         names: Tensor | None,  # [V] int64, what places are called
         *,
         with_probabilities: bool,
-        latest: Tensor | None = None,  # [R] int64, where the ids are put as well
     ) -> Native[Highest]:
         """The highest value of each row."""
         logits = logits.contiguous()
@@ -148,19 +149,51 @@ class Kernels:
         ids = torch.empty(num_rows, dtype=torch.int64, device="cpu")
         values = torch.empty(num_rows, dtype=torch.float32, device="cpu")
         probabilities = torch.empty_like(values) if with_probabilities else None
-        places = map(pointer, (logits, names, ids, latest, values, probabilities))
+        places = map(pointer, (logits, names, ids, values, probabilities))
         found = Highest(ids, values, probabilities)
-        step = Step(HighestStep(*places, num_rows, size), (logits, names, latest, found), logits.dtype)
+        step = Step(HighestStep(*places, num_rows, size), (logits, names, found), logits.dtype)
         return Native([step], found)
 
-    def run(self, steps: list[Step]) -> None:
-        """Do one step after the other; all have states of one type.
+    def draft_step(
+        self,
+        first: Step,  # the highest logits behind all that is known, which are done before
+        body: list[Step],  # layers over tokens drawn last, a head, its logits, the highest of these
+        counts: list[int],  # by token: sequences that draw it, the first ones; never rising
+        token_ids: Tensor,  # [T] int64, by token: where the layers read what was drawn, and the rows of `body` stand
+        *,
+        may_end: bool,  # whether a lone sequence's draft may end sooner: see `Drawn.least`
+        with_probabilities: bool,
+    ) -> Native[Drawn]:
+        """The tokens of greedy drafts. What comes behind may have a row for each of them; it has fewer then, too.
+
+        `body` and what reads its rows is told of the first token's; the others' stand behind these.
+        """
+        probabilities = torch.empty(len(token_ids), dtype=torch.float32) if with_probabilities else None
+        numbers = (c_int64 * len(counts))(*counts)
+        least = (c_double * (len(counts) - 1))()
+        drawn = Drawn(token_ids, probabilities, least, c_int64())
+        what = DraftStep(
+            *(ctypes.addressof(step.what) for step in (first, *body)),
+            ctypes.addressof(numbers),
+            len(counts),
+            token_ids.data_ptr(),
+            pointer(probabilities),
+            ctypes.addressof(least) if may_end else None,
+            ctypes.addressof(drawn.num_drawn),
+        )
+        return Native([Step(what, (first, body, numbers, drawn), first.dtype)], drawn)
+
+    def tell(self, steps: list[Step]) -> "ctypes.Array[StepOfKind]":
+        """What `run` is to do; the steps must be kept."""
+        kinds = [StepOfKind(KINDS_OF_STEPS.index(type(step.what)), ctypes.addressof(step.what)) for step in steps]
+        return (StepOfKind * len(kinds))(*kinds)
+
+    def run(self, told: "ctypes.Array[StepOfKind]", dtype: torch.dtype) -> None:
+        """Do one step after the other; all have states of this type.
 
         Raises IndexError for a row outside of its table.
         """
-        told = [StepOfKind(KINDS_OF_STEPS.index(type(step.what)), ctypes.addressof(step.what)) for step in steps]
-        run = self._functions["run", steps[0].dtype]
-        if not run((StepOfKind * len(told))(*told), len(told), torch.get_num_threads()):
+        if not self._functions["run", dtype](told, len(told), torch.get_num_threads()):
             raise IndexError("a row of states lies outside of its table, such as the embedding of an unknown token")
 
     def before_attention(

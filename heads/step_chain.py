@@ -4,11 +4,12 @@ Between two calls Python and torch run, whose code the weights of the first have
 some hundred microseconds, where a drafted token's products take as long.
 """
 
+import ctypes
 from typing import TypeVar
 
 from torch import Tensor
 
-from .kernel_types import Highest, Native, Step
+from .kernel_types import Drawn, Highest, Native, Step, StepOfKind
 from .kernels import find_kernels
 
 Output = TypeVar("Output")
@@ -23,6 +24,7 @@ class StepChain:
 
     def __init__(self) -> None:
         self._steps: list[Step] = []
+        self._told: ctypes.Array[StepOfKind] | None = None
 
     def add(self, native: Native[Output] | None) -> Output:
         """Put steps at the end; what they will give. Raises NotNative where there are none."""
@@ -31,11 +33,38 @@ class StepChain:
         self._steps += native.steps
         return native.output
 
-    def run(self) -> None:
-        """Do them."""
+    def add_draft(
+        self,
+        body: "StepChain",  # see `Kernels.draft_step`, as the others
+        counts: list[int],
+        token_ids: Tensor,
+        *,
+        may_end: bool,
+        with_probabilities: bool,
+    ) -> Drawn:
+        """Draw tokens behind those of the step at the end, which finds the highest logits."""
         kernels = find_kernels()
         assert kernels is not None
-        kernels.run(self._steps)
+        drawn = kernels.draft_step(
+            self._steps[-1], body._steps, counts, token_ids, may_end=may_end, with_probabilities=with_probabilities
+        )
+        return self.add(drawn)
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def run(self) -> None:
+        """Do them; again, where it was done before."""
+        kernels = find_kernels()
+        assert kernels is not None
+        if self._told is None:
+            self._told = kernels.tell(self._steps)
+        kernels.run(self._told, self._steps[0].dtype)
+
+    def seconds(self, first: int) -> float:
+        """What the steps from `first` on have taken."""
+        assert self._told is not None
+        return sum(step.seconds for step in self._told[first:])
 
 
 def highest_step(
@@ -43,13 +72,12 @@ def highest_step(
     names: Tensor | None,  # [V] int64, what places are called
     *,
     with_probabilities: bool,
-    latest: Tensor | None = None,  # [R] int64, where the ids are put as well
 ) -> Native[Highest] | None:
     """The highest logits as a step; None where there are no kernels for them."""
     kernels = find_kernels()
     if kernels is None or not kernels.takes(logits):
         return None
-    return kernels.highest_step(logits, names, with_probabilities=with_probabilities, latest=latest)
+    return kernels.highest_step(logits, names, with_probabilities=with_probabilities)
 
 
 def run_native(native: Native[Output]) -> Output:

@@ -54,7 +54,7 @@ class AdaptiveExits:
                 sequence
                 for sequence in self._draw_next(active)
                 if len(sequence.proposed[-1]) < sequence.wanted[-1]
-                and self._policy.goes_on(sequence.reach(self._num_exits - 1))
+                and sequence.reach(self._num_exits - 1) >= self._policy.least_reach
             ]
 
     def _draw_next(self, sequences: list[Sequence]) -> list[Sequence]:
@@ -68,7 +68,7 @@ class AdaptiveExits:
                 self._runner.advance(index, waiting)
                 bounds = [(sequence.num_known - 1, sequence.num_known) for sequence in waiting]
                 logits = self._runner.score(index, waiting, [start for start, _ in bounds])
-                rows = self._read(logits, waiting, bounds, self._runner.vocab_ids(index))
+                rows = self._read(logits, waiting, bounds, self._runner.parts.vocab_ids(index))
                 highest = torch.cat([row.confidence for row in rows if row.confidence is not None]).tolist()
                 is_sure = [confidence >= self._exit_confidence for confidence in highest]
                 leaving = [b for b, sure in enumerate(is_sure) if sure]

@@ -100,6 +100,20 @@ class PagedAttention:
         is_plain = not is_exact and layout is None and trees is None and device.type == "cpu"
         self._kernels = find_kernels() if is_plain and 0 < num_rows <= MAX_ATTENDED_ROWS else None
 
+    @classmethod
+    def of_places(
+        cls,
+        kv_cache: KVCache,
+        places: Places,
+        new_blocks: Tensor | None,  # [n] int64, whose first token is among the new ones
+        num_positions: int,  # more than any of them
+    ) -> "PagedAttention":
+        """By our own kernels alone, for rows that these numbers say, now or when it is called."""
+        attend = cls(kv_cache, [], places.tensors[0].device)
+        attend._kernels = find_kernels()
+        attend._places, attend._new_blocks, attend.num_positions = places, new_blocks, num_positions
+        return attend
+
     def __call__(
         self,
         kv_layer: int,
@@ -339,13 +353,18 @@ def _slots(spans: list[Span], block_size: int, device: torch.device) -> Tensor |
 
 
 def new_blocks(spans: list[Span], block_size: int, device: torch.device) -> Tensor | None:
+    """As `new_block_ids`; None where there are none."""
+    blocks = new_block_ids(spans, block_size)
+    return to_device(blocks, device) if blocks else None
+
+
+def new_block_ids(spans: list[Span], block_size: int) -> list[int]:
     """Blocks whose first token is among the new ones."""
-    blocks = [
+    return [
         block
         for span in spans
         for block in span.block_table[-(-span.start // block_size) : -(-span.stop // block_size)]
     ]
-    return to_device(blocks, device) if blocks else None
 
 
 def _key_place(spans: list[Span], block_size: int, device: torch.device) -> Tensor | slice:

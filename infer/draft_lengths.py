@@ -9,7 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence as Items
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple, Protocol
 
 from .cost_model import Acceptance, Costs, Setting, drafted_token_seconds, predict, verified_draft_seconds
@@ -88,6 +88,19 @@ class SingleLayerLengths:
         ]
         best = max(gains, default=0.0)
         return gains.index(best) + 1 if best > 0 else 0
+
+    def least_chances(
+        self,
+        length: int,  # of the draft, at most
+        tokens_per_second: float,
+        context: float | None = None,
+    ) -> list[float]:
+        """The chances at which tokens of a lone sequence are worth what they cost, from the second one on."""
+        seconds = self._seconds(1, on_context_grid(context))
+        return [
+            tokens_per_second * (seconds.drafted[1] + after - before)
+            for before, after in pairwise(seconds.verified[1 : length + 1])
+        ]
 
     def _choose_on_grid(self, steps: tuple[int, ...], context: int | None) -> tuple[dict[int, Lengths], float]:
         """By step, and the tokens a second.

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .at_once import DraftsAtOnce, Judged
 from .draft_plan import DraftPlan
 from .logits_reader import LogitsReader, Reading
 from .model_runner import ModelRunner
@@ -51,21 +52,45 @@ class Drafter:
             never_waits=True,
         )
 
-    def draft(self, sequences: list[Sequence], counts: list[int]) -> list[list[Proposal]]:
+    def draft(
+        self,
+        sequences: list[Sequence],
+        counts: list[int],
+        least: list[float] | None = None,
+        judging: list[Sequence] | None = None,
+    ) -> tuple[list[list[Proposal]], Judged | None]:
         """`counts[b]` tokens of each sequence, at least one; `counts` must not rise.
 
-        Only where each is one may the choice of a token depend on the proposed tokens before it.
+        Only where each is one may the choice of a token depend on the proposed tokens before it. Of a lone sequence
+        fewer where `least` is given: no other token behind k + 1 that stand with a probability of less than `least[k]`,
+        and maybe a single one. `judging` are the same sequences where the target is asked about these drafts and
+        nothing else: what it says, if it was asked at once.
         """
-        lengths = [sequence.num_known for sequence in sequences]
         nums_active = [sum(count > place for count in counts) for place in range(counts[0])]
+        if all(sequence.params.is_greedy and sequence.logits_processor is None for sequence in sequences):
+            found = self._runner.draft_at_once(
+                sequences, counts, nums_active, least, judging=judging, with_probabilities=self._asks_confidence
+            )
+            if found is not None:
+                return self._proposals(found), found.judged
+        if least is not None:
+            counts, nums_active = [1], [1]
+        return self._draft_one_by_one(sequences, counts, nums_active), None
+
+    def _proposals(self, drafts: DraftsAtOnce) -> list[list[Proposal]]:
+        confidences = drafts.confidences or [[1.0] * len(ids) for ids in drafts.token_ids]
+        return [
+            [Proposal(token_id, None, confidence, self._origin) for token_id, confidence in zip(*draft, strict=True)]
+            for draft in zip(drafts.token_ids, confidences, strict=True)
+        ]
+
+    def _draft_one_by_one(
+        self, sequences: list[Sequence], counts: list[int], nums_active: list[int]
+    ) -> list[list[Proposal]]:
+        lengths = [sequence.num_known for sequence in sequences]
         questions = self._questions(sequences, lengths, nums_active)
-        is_plain = all(question.reader.is_plain for question in questions)
-        plan = self._runner.plan_draft(sequences, counts, nums_active, may_be_at_once=is_plain)
-        found = self._runner.draft_at_once(plan, with_probabilities=self._asks_confidence)
-        if found is None:
-            readings = self._draw(plan, questions)
-        else:
-            readings = [question.reader.read(highest) for question, highest in zip(questions, found, strict=True)]
+        plan = self._runner.plan_draft(sequences, counts, nums_active)
+        readings = self._draw(plan, questions)
         ids = _to_host([reading.ids for reading in readings])
         confidences = [[1.0] * number for number in plan.nums_active]
         if self._asks_confidence:
@@ -93,7 +118,7 @@ class Drafter:
         return readings
 
     def _questions(self, sequences: list[Sequence], lengths: list[int], nums_active: list[int]) -> list[_Question]:
-        device, vocab_ids = self._runner.device, self._runner.vocab_ids(0)
+        device, vocab_ids = self._runner.device, self._runner.parts.vocab_ids(0)
         rejecting = [b for b, sequence in enumerate(sequences) if sequence.uses_rejection]
         places: Tensor | slice = slice(None)
         if 0 < len(rejecting) < len(sequences):

@@ -233,6 +233,7 @@ class Engine:
         self.check_params(params)
         self.check_room(prompt_ids, params)
         self.model.follow_tensors()
+        self._runner.forget_chains()
         if self._num_changes != self.model.num_changes:
             if self._exact is not None:
                 try_products(self._exact)

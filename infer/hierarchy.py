@@ -14,6 +14,7 @@ values of their own then fall behind; they catch up, many positions in one pass,
 seen leave the windows, or when the next draft asks them.
 """
 
+import math
 import time
 from collections.abc import Sequence as Items
 from contextlib import AbstractContextManager
@@ -22,6 +23,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from .at_once import Judged
 from .drafter import Drafter
 from .logits_reader import Rows, read_logits
 from .model_runner import ModelRunner
@@ -31,7 +33,7 @@ from .proposer import Proposer
 from .round_policy import RoundPolicy
 from .sampling import draw
 from .sequence import Chunk, Logprob, Proposal, Sequence, mean_length
-from .stats import timed
+from .stats import move_seconds, timed
 from .tree_verifier import TreeDrafter, TreeVerifier
 from .verify import verify_by_equality, verify_by_rejection
 
@@ -63,7 +65,8 @@ class Hierarchy:
         self._read = partial(read_logits, vocab_size=runner.model.backbone.vocab_size, one_by_one=is_exact)
         self._generator = generator
         self._top = len(runner.levels) - 1
-        self._has_copies = False  # in this round
+        self._has_copies = False  # in this round, as the next
+        self._judged: Judged | None = None
         # Decides token by token; None where the lengths of drafts are known before.
         self._token_policy = round_policy if round_policy is not None and round_policy.by_confidence else None
         is_fixed = self._token_policy is None and all(isinstance(policy, FixedPolicy) for policy in policies)
@@ -102,7 +105,7 @@ class Hierarchy:
             self._trees.round(sequences)
             return
         start, num_known = time.perf_counter(), sum(len(sequence.token_ids) for sequence in sequences)
-        self._has_copies = False
+        self._has_copies, self._judged = False, None
         if self._round_policy is not None:
             # Before any token of the round is drawn: who drafts may depend on nothing but tokens that are verified.
             shares = [sequence.kept_shares for sequence in sequences]
@@ -125,10 +128,13 @@ class Hierarchy:
             return self._policies[level].length(sequence.kept_shares[level])
         return asked[level]
 
-    def _propose(self, level: int, sequences: list[Sequence]) -> None:
-        """Let the wanted tokens leave `level`, fewer where its policy stops; above the lowest it may be some more."""
-        propose = self._draft if level == 0 else partial(self._verify, level)
-        while active := self._going_on(level, sequences):
+    def _propose(self, level: int, sequences: list[Sequence], *, judging: list[Sequence] | None) -> None:
+        """Let the wanted tokens leave `level`, fewer where its policy stops; above the lowest it may be some more.
+
+        The target may at once say what it thinks of drafts if these are all that `judging`, the round, asks it about.
+        """
+        propose = partial(self._draft, judging=judging) if level == 0 else partial(self._verify, level)
+        while self._judged is None and (active := self._going_on(level, sequences)):
             propose(active)
 
     def _going_on(self, level: int, sequences: list[Sequence]) -> list[Sequence]:
@@ -136,7 +142,7 @@ class Hierarchy:
         policy = self._policies[level]
         active = [s for s in sequences if len(s.proposed[level]) < s.wanted[level]]
         if self._token_policy is None:
-            return [s for s in active if not s.proposed[level] or policy.goes_on(s.reach(level))]
+            return [s for s in active if not s.proposed[level] or s.reach(level) >= policy.least_reach]
         beginning = [s for s in active if not s.proposed[level]]
         if beginning or not active:
             return beginning
@@ -144,18 +150,34 @@ class Hierarchy:
         num_drafted = sum(len(s.proposed[level]) for s in sequences)
         return [active[place] for place in self._token_policy.going_on(chances, num_drafted)]
 
-    def _draft(self, sequences: list[Sequence]) -> None:
+    def _draft(self, sequences: list[Sequence], *, judging: list[Sequence] | None) -> None:
         """Draw tokens at the lowest level: all that are wanted, or one where it decides about the next."""
         with self._timed(0, sequences):
-            counts = [1] * len(sequences)
-            if not self._asks_confidence and not any(sequence.params.has_penalties for sequence in sequences):
-                counts = [sequence.wanted[0] - len(sequence.proposed[0]) for sequence in sequences]
+            counts, least = [1] * len(sequences), None
+            if not any(sequence.params.has_penalties for sequence in sequences):
+                wanted = [sequence.wanted[0] - len(sequence.proposed[0]) for sequence in sequences]
+                if not self._asks_confidence:
+                    counts = wanted
+                elif len(sequences) == 1 and not sequences[0].proposed[0]:
+                    counts, least = wanted, self._least_reaches(sequences[0], wanted[0])
             order = sorted(range(len(sequences)), key=lambda b: -counts[b])
             ordered = [sequences[b] for b in order]
-            drafts = self._drafter.draft(ordered, [counts[b] for b in order])
+            if judging is not None and len(judging) > len(sequences):
+                judging = None
+            drafts, self._judged = self._drafter.draft(ordered, [counts[b] for b in order], least, judging)
             for sequence, draft in zip(ordered, drafts, strict=True):
                 sequence.proposed[0].extend(draft)
                 sequence.stats.levels[self._runner.levels[0].name].num_rounds += len(draft)
+        if self._judged is not None:
+            names = [self._runner.levels[level].name for level in (0, self._top)]
+            move_seconds(self._judged.seconds, [[s.stats.levels[name] for s in sequences] for name in names])
+
+    def _least_reaches(self, sequence: Sequence, length: int) -> list[float]:
+        """How likely all its drafted tokens must stand for another one, by how many these are."""
+        if self._token_policy is None:
+            return [self._policies[0].least_reach] * (length - 1)
+        share = sequence.kept_shares[0]
+        return [each / share if share > 0 else math.inf for each in self._token_policy.least_chances(length)]
 
     def _verify(self, level: int, sequences: list[Sequence]) -> None:
         """Ask the level below for tokens, keep what stands, add one token; the target commits them."""
@@ -177,7 +199,8 @@ class Hierarchy:
                 if self._free_drafts is not None and level == self._top:
                     drafting = self._free_drafts.take_over(sequences)
                     self._has_copies = len(drafting) < len(sequences)
-                self._propose(level - 1, drafting)
+                is_all = level == self._top and len(drafting) == len(sequences)
+                self._propose(level - 1, drafting, judging=sequences if is_all else None)
         is_plain = level == self._top and all(s.num_computed[0] == s.num_computed[-1] for s in sequences)
         for lower in range(0 if is_plain else level):
             with self._timed(lower, sequences):
@@ -235,13 +258,13 @@ class Hierarchy:
         """Run the level; logits and what they say, for each sequence, at the positions from `starts` to the newest."""
         highest = None
         if level == self._top:
-            logits, highest = self._runner.judge(sequences, starts, is_whole=is_whole)
+            logits, highest = self._runner.judge(sequences, starts, is_whole=is_whole, judged=self._judged)
         else:
             self._runner.advance(level, sequences)
             logits = self._runner.score(level, sequences, starts)
         bounds = [(start, sequence.num_known) for sequence, start in zip(sequences, starts, strict=True)]
         parts = [logits] if len(bounds) == 1 else list(logits.split([stop - start for start, stop in bounds]))
-        vocab_ids = self._runner.vocab_ids(level)
+        vocab_ids = self._runner.parts.vocab_ids(level)
         asks_confidence = self._asks_confidence and level < self._top
         rows = self._read(
             logits, sequences, bounds, vocab_ids=vocab_ids, asks_confidence=asks_confidence, highest=highest

@@ -87,19 +87,15 @@ class LogitsReader:
             are_all = len(coupled) == len(owners)
             self._coupled = [(slice(None) if are_all else to_device(coupled, device), torch.stack(noise))]
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether all it says is the highest logit of each row, as they are."""
-        return self._is_greedy and not self._is_processed
-
     def __call__(self, logits: Tensor, highest: Highest | None = None) -> Reading:  # logits: [R, V or V_d]
-        """Apply each sequence's sampling parameters to its rows; `highest` may be known, where `is_plain`."""
+        """Apply each sequence's sampling parameters to its rows; `highest` may be known of the logits as they are."""
         if self._is_processed:
             logits = _process(logits, self._sequences, self._bounds, self._vocab_ids, self._token_ids)
-        found = highest if self.is_plain and highest is not None else self._find_highest(logits)
-        if self._is_greedy:
-            return self.read(found)
+        is_plain = self._is_greedy and not self._is_processed
+        found = highest if is_plain and highest is not None else self._find_highest(logits)
         ids, values, confidence = found
+        if self._is_greedy:
+            return Reading(ids, None, values, confidence if self._asks_confidence else None)
         logits = self._evened(logits, values)
         parts = zip(logits.split(self._num_rows), self._settings, strict=True)
         probs_of = [to_probs(part, *settings) for part, settings in parts]
@@ -110,10 +106,6 @@ class LogitsReader:
         for rows, noise in self._coupled:
             ids[rows] = (probs[rows].log() + noise).argmax(-1)
         return Reading(ids, probs, values, confidence)
-
-    def read(self, highest: Highest) -> Reading:
-        """What greedy rows say."""
-        return Reading(highest.ids, None, highest.values, highest.probabilities if self._asks_confidence else None)
 
     def _find_highest(self, logits: Tensor) -> Highest:
         native = highest_step(logits, self._vocab_ids, with_probabilities=self._asks_confidence)

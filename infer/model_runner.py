@@ -3,42 +3,34 @@
 T tokens side by side; D hidden size; V vocabulary.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from collections.abc import Sequence as Items
-from contextlib import suppress
 from functools import partial
-from typing import TypeVar
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from ..heads import (
     MAX_ATTENDED_ROWS,
+    Drawn,
     EarlyExitModel,
-    ExitHead,
     Highest,
-    Native,
-    NotNative,
     StateRows,
-    States,
     StepChain,
     find_kernels,
-    highest_step,
-    run_native,
 )
-from .attention import IsKept, KeepOnly, PagedAttention
-from .draft_plan import DraftPass, DraftPlan
+from .at_once import DraftsAtOnce, Judged, add_draft, add_judgement, by_sequence
+from .draft_plan import DraftPass, DraftPlan, FirstPasses
 from .kv_cache import KVCache
+from .level_parts import LevelParts
 from .levels import Level
 from .packed_rows import Bounds, PackedRows, Pass, RowPacker, rows_within
-from .pass_runner import AnyRows, Part, PassRunner
+from .pass_runner import AnyRows, PassRunner
 from .sequence import Chunk, Sequence
 from .state_windows import StateWindows
+from .step_chains import StepChains
 from .token_tree import TokenTree
 from .transfer import to_device
-
-R = TypeVar("R")
 
 FEW = 8
 """Positions that a head may see with its next draft, or as many as cost no more than one: more are worth a pass of
@@ -63,7 +55,6 @@ class ModelRunner:
     ) -> None:
         self.model = model
         self.levels = levels
-        self._exit_heads = model.exit_heads
         self._kv_cache = kv_cache
         self._max_lag = max_lag
         backbone = model.backbone
@@ -73,22 +64,18 @@ class ModelRunner:
         self._windows = StateWindows(
             len(levels), num_rows + 1, window, backbone.hidden_size, backbone.dtype, backbone.device
         )
-        self._layers = [self._layers_part(index) for index in range(len(levels))]
-        self._heads = [self._head_part(index) for index in range(len(levels) - 1)]
+        self.parts = LevelParts(model, levels, self._windows)
+        self._layers = [self.parts.layers(index) for index in range(len(levels))]
+        self._heads = [self.parts.head_part(index) for index in range(len(levels) - 1)]
         parts = [*self._layers, *self._heads]
         self._whole = self._layers[0]
         if len(levels) > 1:
-            self._whole = Part(
-                "layers of all levels", partial(self._run_layers, range(len(levels))), range(backbone.num_layers)
-            )
+            self._whole = self.parts.all_layers()
             parts.append(self._whole)
         self._packer = RowPacker(kv_cache, self._windows, backbone.device, is_exact=is_exact, by_varlen=by_varlen)
+        may_chain = self._has_kernels and not is_exact and backbone.has_rotary_table
+        self._chains = StepChains(self._packer, kv_cache) if may_chain else None
         self._run = PassRunner(self._packer, kv_cache, parts, uses_graphs=uses_graphs)
-        self._drafts_natively = self._has_kernels and not is_exact and len(levels) > 1 and self._head(0).may_be_native
-
-    def vocab_ids(self, index: int) -> Tensor | None:  # [V_d] int64
-        """The token ids that level `index` scores; None is the whole vocabulary."""
-        return None if self.levels[index].head is None else self._head(index).draft_vocab_ids
 
     def prefill(self, chunks: list[Chunk]) -> Tensor | None:  # [C, V], of C chunks that reach their sequence's end
         """Read committed tokens at every level; logits of what follows those read to the end, None if none is."""
@@ -100,12 +87,12 @@ class ModelRunner:
         hidden = backbone.embed(rows.token_ids, positions)
         stops = [level.stop for level in self.levels]
         *exits, states = backbone.run_through(hidden, 0, stops, positions, attend, norms=True)
-        blocks = [index for index in range(len(self.levels) - 1) if self._head(index).has_block]
+        blocks = [index for index in range(len(self.levels) - 1) if self.parts.head(index).has_block]
         if blocks:
             context = self._windows.contexts(chunks, states)
             for index in blocks:
                 # Nothing is drafted behind what is read: of the head only keys and values are needed.
-                self._keep_of_head(index, (StateRows(exits[index][0], None), context), positions, attend)
+                self.parts.keep_of_head(index, (StateRows(exits[index][0], None), context), positions, attend)
         self._windows.keep_newest(chunks, states)
         last_rows = np.cumsum([stop - start for start, stop in bounds]) - 1
         ends = []
@@ -136,38 +123,38 @@ class ModelRunner:
         starts: Items[int],
         *,
         is_whole: bool,  # run the levels below too, which have seen the same tokens before
+        judged: Judged | None = None,  # what `draft_at_once` gave in this round
     ) -> tuple[Tensor, Highest | None]:  # [T, V]
         """`advance` the target, or all levels, and `score` it; the highest logits where these are known too."""
         index = len(self.levels) - 1
         first = 0 if is_whole else index
         bounds = [(sequence.num_computed[first], sequence.num_known) for sequence in sequences]
-        part = self._whole if is_whole else self._layers[index]
-        (rows,) = self._run.pack([part], [Pass(sequences, bounds, has_ids=first == 0)])
+        are_scored = all(start == own[0] for start, own in zip(starts, bounds, strict=True))
         found = None
-        if (
-            self._has_kernels
-            and isinstance(rows, PackedRows)
-            and all(start == own[0] for start, own in zip(starts, bounds, strict=True))
-        ):
-            found = self._judge_at_once(range(first, index + 1), rows)
-        if found is None:
-            self._run(part, rows)
+        if judged is not None and (judged.sequences, judged.bounds, first) == (sequences, bounds, index):
+            assert are_scored
+            found = judged.logits, judged.highest
+        else:
+            rows = Pass(sequences, bounds, has_ids=first == 0)
+            if are_scored:
+                found = self._judge_at_once(range(first, index + 1), rows)
+            if found is None:
+                part = self._whole if is_whole else self._layers[index]
+                self._run(part, *self._run.pack([part], [rows]))
         for level in range(first, index + 1):
             for sequence, (_, stop) in zip(sequences, bounds, strict=True):
                 self._count_layers(level, sequence, stop)
         return (self.score(index, sequences, starts), None) if found is None else found
 
-    def _judge_at_once(self, levels: range, rows: PackedRows) -> tuple[Tensor, Highest] | None:
+    def _judge_at_once(self, levels: range, rows: Pass) -> tuple[Tensor, Highest] | None:
         """What `judge` gives, by a single call of our own kernels; None where these do not take something of it."""
-        chain = StepChain()
-        try:
-            states = chain.add(self._layers_steps(levels, rows, rows.token_ids))[-1][0]
-            logits = chain.add(self.model.backbone.logits_step(StateRows(states, None)))
-            highest = chain.add(highest_step(logits, None, with_probabilities=False))
-        except NotNative:
+        if self._chains is None:
             return None
-        chain.run()
-        return logits, highest
+        recorded = self._chains(levels, [rows], lambda chain, packed: add_judgement(chain, self.parts, levels, *packed))
+        if recorded is None:
+            return None
+        recorded.chain.run()
+        return recorded.output
 
     def advance_trees(self, index: int, sequences: list[Sequence], trees: list[TokenTree]) -> None:
         """Run level `index` over trees of tokens, whose roots are the newest known tokens; the level before it must
@@ -243,7 +230,7 @@ class ModelRunner:
         state = self._head_state(index, rows, rows_within(bounds, wanted, self.device))
         for sequence, (_, stop) in zip(sequences, bounds, strict=True):
             self._count_head(index, sequence, stop)
-        return state, self._exit_logits(index, state)
+        return state, self.parts.exit_logits(index, state)
 
     def behind(self, index: int, sequences: list[Sequence]) -> list[Sequence]:
         """Who needs `complete_head` before a round begins: all, where states would leave a window unseen; else those
@@ -271,23 +258,98 @@ class ModelRunner:
         bounds = [(sequence.num_head_computed[index], sequence.num_computed[index]) for sequence in sequences]
         for some in _in_passes(bounds) if self._has_kernels else [slice(None)]:
             (rows,) = self._packer.pack([Pass(sequences[some], bounds[some])])
-            self._keep_of_head(index, self._head_source(index, rows), rows.positions, rows.attend)
+            self.parts.keep_of_head(index, self.parts.head_source(index, rows), rows.positions, rows.attend)
         for sequence, (_, stop) in zip(sequences, bounds, strict=True):
             self._count_head(index, sequence, stop)
 
-    def plan_draft(
+    def draft_at_once(
         self,
         sequences: list[Sequence],
         counts: list[int],  # of tokens that each is to draw, at least 1; never rising
         nums_active: list[int],  # by token: how many draw it
+        least: list[float] | None,  # of a lone sequence: see `add_draft`
         *,
-        may_be_at_once: bool = False,  # whether `draft_at_once` is to be tried
-    ) -> DraftPlan:
-        """Prepare to draw tokens at the lowest level, and count the passes for it as run."""
+        judging: list[Sequence] | None,  # the same ones, whose drafts the target is asked about next
+        with_probabilities: bool,
+    ) -> DraftsAtOnce | None:
+        """All tokens of greedy drafts, and the layers over them, by a single call of our own kernels; None where these
+        do not take something of it."""
+        if self._chains is None or not self.parts.head(0).may_be_native:
+            return None
+        if len(self.levels) > 2 or any(sequence.num_computed[-1] != sequence.num_known - 1 for sequence in sequences):
+            judging = None
         lengths = [sequence.num_known for sequence in sequences]
-        ends = [length + count for length, count in zip(lengths, counts, strict=True)]
+        first = self._first_passes(sequences)
+        passes = [*first.passes, _by_token(sequences, lengths, nums_active)]
+        if judging is not None:
+            count_of = dict(zip(sequences, counts, strict=True))
+            passes.append(Pass(judging, [(s.num_known - 1, s.num_known + count_of[s]) for s in judging]))
+        name = (tuple(nums_active), first.are_same, least is not None, with_probabilities)
+        recorded = self._chains(name, passes, partial(self._record_draft, first, nums_active, *name[2:]))
+        if recorded is None:
+            return None
+        drawn, num_drafting, judged = recorded.output
+        if least is not None:
+            for place, each in enumerate(least):
+                drawn.least[place] = each
+        recorded.chain.run()
+        num_drawn = drawn.num_drawn.value
+        for sequence, length, count in zip(sequences, lengths, counts, strict=True):
+            self._count_layers(0, sequence, length + min(count, num_drawn))
+            self._count_head(0, sequence, length + min(count, num_drawn) - 1)
+        values = None if drawn.probabilities is None else drawn.probabilities.tolist()
+        said = None
+        if judged is not None:
+            said = _judged(passes[-1], judged, counts[0] - num_drawn, recorded.chain.seconds(num_drafting))
+        return DraftsAtOnce(
+            by_sequence(drawn.token_ids.tolist(), nums_active, num_drawn),
+            None if values is None else by_sequence(values, nums_active, num_drawn),
+            said,
+        )
+
+    def _record_draft(
+        self,
+        first: FirstPasses,
+        nums_active: list[int],
+        may_end: bool,
+        with_probabilities: bool,
+        chain: StepChain,
+        rows: list[PackedRows],  # of the first passes, of what follows, and of the target where it is asked
+    ) -> tuple[Drawn, int, tuple[Tensor, Highest] | None]:
+        """What is drawn, the number of steps for that, and what the target says."""
+        number = len(first.passes)
+        options = {"may_end": may_end, "with_probabilities": with_probabilities}
+        drawn = add_draft(chain, self.parts, first.packed(rows, self.device), rows[number], nums_active, **options)
+        num_drafting = len(chain)
+        judged = add_judgement(chain, self.parts, range(1, 2), rows[-1]) if len(rows) > number + 1 else None
+        return drawn, num_drafting, judged
+
+    def plan_draft(
+        self,
+        sequences: list[Sequence],
+        counts: list[int],  # as of `draft_at_once`
+        nums_active: list[int],
+    ) -> DraftPlan:
+        """Prepare to draw tokens at the lowest level one by one, and count the passes for it as run."""
+        lengths = [sequence.num_known for sequence in sequences]
+        first = self._first_passes(sequences)
+        attends = bool(self._layers[0].kv_layers) or bool(self._heads[0].kv_layers)
+        passes = list(first.passes)
+        for place, number in enumerate(nums_active[1:]):
+            following = [(length + place, length + place + 1) for length in lengths[:number]]
+            passes.append(Pass(sequences[:number], following, attends=attends))
+        rows = self._run.pack([self._layers[0], self._heads[0]], passes)
+        for sequence, length, count in zip(sequences, lengths, counts, strict=True):
+            self._count_layers(0, sequence, length + count - 1)
+            self._count_head(0, sequence, length + count - 1)
+        tokens = [first.packed(rows, self.device)]
+        later = zip(rows[len(first.passes) :], nums_active[1:], strict=True)
+        return DraftPlan(nums_active, tokens + [DraftPass(own, own, slice(number)) for own, number in later])
+
+    def _first_passes(self, sequences: list[Sequence]) -> FirstPasses:
+        """For the first token of each."""
         unseen = [(s, (s.num_computed[0], s.num_known)) for s in sequences if s.num_computed[0] < s.num_known]
-        newest = [(length - 1, length) for length in lengths]
+        newest = [(s.num_known - 1, s.num_known) for s in sequences]
         bounds = self._head_bounds(0, sequences, newest)
         layers_attend, head_attends = bool(self._layers[0].kv_layers), bool(self._heads[0].kv_layers)
         passes = []
@@ -298,22 +360,7 @@ class ModelRunner:
             passes.append(Pass(list(owners), list(unseen_bounds), has_ids=True, attends=layers_attend))
         attends = head_attends or (are_same and layers_attend)
         passes.append(Pass(sequences, bounds, has_ids=are_same, attends=attends))
-        for place, number in enumerate(nums_active[1:]):
-            following = [(length + place, length + place + 1) for length in lengths[:number]]
-            passes.append(Pass(sequences[:number], following, attends=layers_attend or head_attends))
-        has_last = may_be_at_once and self._drafts_natively
-        if has_last:
-            passes.append(Pass(sequences, [(end - 1, end) for end in ends], attends=layers_attend))
-        rows = list(self._run.pack([self._layers[0], self._heads[0]], passes))
-        last = rows.pop() if has_last else None
-        first = rows.pop(0) if unseen and not are_same else None
-        unscored = rows.pop(0)
-        for sequence, end in zip(sequences, ends, strict=True):
-            self._count_layers(0, sequence, end - 1)
-            self._count_head(0, sequence, end - 1)
-        tokens = [DraftPass(unscored if are_same else first, unscored, rows_within(bounds, newest, self.device))]
-        tokens += [DraftPass(own, own, slice(number)) for own, number in zip(rows, nums_active[1:], strict=True)]
-        return DraftPlan(sequences, nums_active, tokens, last, ends)
+        return FirstPasses(passes, newest, are_same)
 
     def draft(
         self,
@@ -328,121 +375,25 @@ class ModelRunner:
             head_rows.token_ids[active] = ids[active]
         if layer_rows is not None:
             self._run(self._layers[0], layer_rows)
-        return self._exit_logits(0, self._head_state(0, head_rows, wanted))
-
-    def draft_at_once(self, plan: DraftPlan, *, with_probabilities: bool) -> list[Highest] | None:
-        """All tokens of a greedy draft, and the layers over the last ones, by a single call of our own kernels; None
-        where these do not take something of it."""
-        if plan.last is None:
-            return None
-        chain, found = StepChain(), []
-        latest = torch.zeros(plan.nums_active[0], dtype=torch.int64)
-        try:
-            for place, (layer_rows, head_rows, wanted) in enumerate(plan.tokens):
-                if layer_rows is not None:
-                    token_ids = layer_rows.token_ids if place == 0 else latest[: plan.nums_active[place]]
-                    chain.add(self._layers_steps(range(1), layer_rows, token_ids))
-                state = chain.add(self._head_step(0, head_rows))[0]
-                chosen = StateRows(state, wanted) if isinstance(wanted, Tensor) else StateRows(state[wanted], None)
-                logits = chain.add(self.model.exit_step(self._head_number(0), chosen))
-                found.append(
-                    chain.add(
-                        highest_step(
-                            logits,
-                            self.vocab_ids(0),
-                            with_probabilities=with_probabilities,
-                            latest=latest[: plan.nums_active[place]],
-                        )
-                    )
-                )
-            chain.add(self._layers_steps(range(1), plan.last, latest))
-        except NotNative:
-            return None
-        chain.run()
-        for sequence, end in zip(plan.sequences, plan.ends, strict=True):
-            self._count_layers(0, sequence, end)
-        return found
+        return self.parts.exit_logits(0, self._head_state(0, head_rows, wanted))
 
     def forget_graphs(self) -> None:
         """To be called when the model's tensors have moved."""
         self._run.forget_graphs()
 
-    def _layers_part(self, index: int) -> Part:
-        level = self.levels[index]
-        name = f"layers {level.start} to {level.stop} of the {level.name} level"
-        return Part(name, partial(self._run_layers, range(index, index + 1)), range(level.start, level.stop))
-
-    def _head_part(self, index: int) -> Part:
-        head = self._head(index)
-        kv_layers = [head.kv_layer] if head.has_block else []
-        return Part(f"head of the {self.levels[index].name} level", partial(self._run_head, index), kv_layers)
-
-    def _run_layers(self, levels: range, rows: PackedRows) -> None:
-        self._by_layers(self.model.backbone.run_through, levels, rows, rows.token_ids)
-
-    def _by_layers(self, run: Callable[..., R], levels: range, rows: PackedRows, token_ids: Tensor) -> R:
-        """Call what runs layers, or makes steps of them, for some levels."""
-        return run(
-            self._source(levels[0], rows, token_ids),
-            self.levels[levels[0]].start,
-            [self.levels[index].stop for index in levels],
-            rows.positions,
-            rows.attend,
-            norms=self.levels[levels[-1]].head is None,
-            keeps=[self._kept(index, rows) for index in levels],
-        )
-
-    def _layers_steps(self, levels: range, rows: AnyRows, token_ids: Tensor) -> Native[list[Tensor]] | None:
-        if not isinstance(rows, PackedRows):
-            return None
-        return self._by_layers(self.model.backbone.layers_steps, levels, rows, token_ids)
-
-    def _source(self, index: int, rows: PackedRows, token_ids: Tensor) -> States:
-        """What the layers of a level take."""
-        if index == 0:
-            return self.model.backbone.embedded(token_ids, rows.positions)
-        return StateRows(self._windows.tables[index - 1], rows.window_slots)
-
-    def _kept(self, index: int, rows: PackedRows) -> StateRows:
-        """Where what the layers of a level make is kept."""
-        return StateRows(self._windows.tables[index], rows.window_slots)
-
-    def _run_head(self, index: int, rows: PackedRows) -> Tensor:  # [T, D]
-        return self._head(index)(*self._head_source(index, rows), rows.positions, rows.attend)[0]
-
-    def _keep_of_head(
-        self, index: int, source: tuple[StateRows, StateRows | None], positions: Tensor, attend: PagedAttention
-    ) -> None:
-        """Keep what a head's layer has of keys and values, and compute no more."""
-        native = self._head(index).step(*source, positions, attend, keeps_only=True) if self._has_kernels else None
-        if native is not None:
-            run_native(native)
-            return
-        with suppress(IsKept):
-            self._head(index)(*source, positions, KeepOnly(attend))
-
-    def _head_step(self, index: int, rows: AnyRows) -> Native[Tensor] | None:  # [1, T, D]
-        if not isinstance(rows, PackedRows):
-            return None
-        return self._head(index).step(*self._head_source(index, rows), rows.positions, rows.attend)
-
-    def _head_source(self, index: int, rows: PackedRows) -> tuple[StateRows, StateRows | None]:
-        """What a head takes: states at its exit layer, and their contexts where it has them."""
-        context = StateRows(self._windows.final, rows.context_slots)
-        has_context = self._head(index).config.committed_context
-        return StateRows(self._windows.tables[index], rows.window_slots), context if has_context else None
+    def forget_chains(self) -> None:
+        """To be called when the model's tensors may have changed."""
+        if self._chains is not None:
+            self._chains.forget()
 
     def _head_state(self, index: int, rows: AnyRows, wanted: Tensor | slice) -> Tensor:
         state = self._run(self._heads[index], rows)
         assert state is not None
         return state[wanted]
 
-    def _exit_logits(self, index: int, state: Tensor) -> Tensor:
-        return self.model.exit_logits(self._head_number(index), state)
-
     def _head_bounds(self, index: int, sequences: list[Sequence], wanted: Bounds) -> Bounds:
         """What a head must run over to score what is wanted."""
-        if not self._head(index).has_block:
+        if not self.parts.head(index).has_block:
             return wanted
         # Positions that no draft was asked from (after a bonus token) must still be in the block's cache.
         return [
@@ -456,19 +407,31 @@ class ModelRunner:
         sequence.num_computed[index] = stop
 
     def _count_head(self, index: int, sequence: Sequence, stop: int) -> None:
-        if self._head(index).has_block:
+        if self.parts.head(index).has_block:
             passes = stop - sequence.num_head_computed[index]
             sequence.stats.levels[self.levels[index].name].num_layer_passes += passes
             sequence.num_head_computed[index] = stop
 
-    def _head_number(self, index: int) -> int:
-        """Which of the model's heads a level has."""
-        number = self.levels[index].head
-        assert number is not None
-        return number
 
-    def _head(self, index: int) -> ExitHead:
-        return self._exit_heads[self._head_number(index)]
+def _by_token(sequences: list[Sequence], lengths: list[int], nums_active: list[int]) -> Pass:
+    """All that is drawn behind so many tokens: the first token of those that draw it, then the second, and so on."""
+    if len(sequences) == 1:
+        return Pass(sequences, [(lengths[0], lengths[0] + len(nums_active))], num_at_once=1)
+    owners = [sequence for number in nums_active for sequence in sequences[:number]]
+    bounds = [
+        (length + place, length + place + 1) for place, number in enumerate(nums_active) for length in lengths[:number]
+    ]
+    return Pass(owners, bounds, num_at_once=len(sequences))
+
+
+def _judged(rows: Pass, found: tuple[Tensor, Highest], num_fewer: int, seconds: float) -> Judged:
+    """What the target said of all rows but the last few, which a lone sequence has not drawn."""
+    logits, highest = found
+    if num_fewer == 0:
+        return Judged(rows.sequences, rows.bounds, logits, highest, seconds)
+    bounds = [(start, stop - num_fewer) for start, stop in rows.bounds]
+    ids, values = highest.ids[:-num_fewer], highest.values[:-num_fewer]
+    return Judged(rows.sequences, bounds, logits[:-num_fewer], Highest(ids, values, None), seconds)
 
 
 def _in_passes(bounds: Bounds) -> Iterator[slice]:

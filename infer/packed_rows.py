@@ -40,9 +40,16 @@ class Pass(NamedTuple):
     """Whether the rows' tokens are known and are read."""
     attends: bool = True
     """Whether any layer is among what it runs through."""
+    num_at_once: int | None = None
+    """Rows that go through at once, where more passes follow over the next ones; None: all."""
     trees: list[TokenTree] | None = None
     """Of each sequence: the tokens of its rows, which then stand behind the start in a tree; the bounds are the places
     of its nodes, in the cache and the windows, and not their positions."""
+
+    @property
+    def num_rows(self) -> int:
+        """T."""
+        return sum(stop - start for start, stop in self.bounds)
 
 
 class PackedRows(NamedTuple):
@@ -53,6 +60,11 @@ class PackedRows(NamedTuple):
     window_slots: Tensor  # [T] int64, where their hidden and final states lie
     context_slots: Tensor  # [T] int64, where the final states lie that are their committed context
     attend: PagedAttention
+
+    def of_first(self, number: int) -> "PackedRows":
+        """The first ones, which others follow: these are where attention and positions say."""
+        columns = self.token_ids[:number], self.window_slots[:number], self.context_slots[:number]
+        return PackedRows(columns[0], self.positions, *columns[1:], self.attend)
 
 
 class PaddedRows(NamedTuple):
@@ -89,8 +101,8 @@ class RowPacker:
 
     def pack(self, passes: Items[Pass]) -> list[PackedRows]:
         """The rows of each pass."""
-        spans = [_spans(each) for each in passes]
-        columns = [self._columns(each, sum(stop - start for start, stop in each.bounds)) for each in passes]
+        spans = [spans_of(each) for each in passes]
+        columns = [self.columns(each, each.num_rows) for each in passes]
         # The paged kernel takes no mask.
         if self._by_varlen and all(each.trees is None for each in passes):
             size = self._kv_cache.block_size
@@ -119,10 +131,10 @@ class RowPacker:
     def pad(self, passes: Items[Pass]) -> list[PaddedRows]:
         """The rows of each pass and some that are nobody's, so that many passes are of one shape."""
         size = self._kv_cache.block_size
-        spans = [_spans(each) for each in passes]
+        spans = [spans_of(each) for each in passes]
         shapes = [varlen_shape(each, size).padded() for each in spans]
         parts = [
-            self._columns(each, shape.num_rows) + varlen_numbers(places, size, shape, self._spare_slot)
+            self.columns(each, shape.num_rows) + varlen_numbers(places, size, shape, self._spare_slot)
             for each, places, shape in zip(passes, spans, shapes, strict=True)
         ]
         return [
@@ -140,7 +152,7 @@ class RowPacker:
         attend = self._attention(spans, self._device, layout=layout)
         return _packed(columns, attend)
 
-    def _columns(self, rows: Pass, num_rows: int) -> list[int]:
+    def columns(self, rows: Pass, num_rows: int) -> list[int]:
         """The columns of `PackedRows`, each padded to so many rows."""
         ids: list[int] = []
         positions: list[int] = []
@@ -173,7 +185,8 @@ def _packed(columns: Tensor, attend: PagedAttention) -> PackedRows:
     return PackedRows(ids, positions, window_slots, context_slots, attend)
 
 
-def _spans(rows: Pass) -> list[Span]:
+def spans_of(rows: Pass) -> list[Span]:
+    """Where its rows are to attend."""
     return [Span(s.block_table, start, stop) for s, (start, stop) in zip(rows.sequences, rows.bounds, strict=True)]
 
 

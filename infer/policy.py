@@ -24,9 +24,10 @@ class FixedPolicy:
         """Tokens to ask for."""
         return self.max_length
 
-    def goes_on(self, reach: float) -> bool:
-        """Whether one more token is worth proposing."""
-        return True
+    @property
+    def least_reach(self) -> float:
+        """How likely all tokens proposed so far must stand for one more to be worth proposing."""
+        return 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,9 +47,10 @@ class DynamicPolicy:
             return self.max_length
         return min(self.max_length, 1 + int(math.log(self.min_confidence) / math.log(kept_share)))
 
-    def goes_on(self, reach: float) -> bool:
-        """Whether one more token is worth proposing behind tokens that all stand with probability `reach`."""
-        return reach >= self.min_confidence
+    @property
+    def least_reach(self) -> float:
+        """As `FixedPolicy`."""
+        return self.min_confidence
 
 
 Policy = FixedPolicy | DynamicPolicy

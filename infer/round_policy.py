@@ -65,6 +65,10 @@ class RoundPolicy(Protocol):
         """Which of the sequences that have room draft one more token behind theirs, in the round that was last chosen;
         as places in `chances`."""
 
+    def least_chances(self, length: int) -> list[float]:
+        """The same for a lone sequence, in drafts of so many tokens at most: the chance that a token must have to be
+        drafted, by how many are before it, but for the first, which is drafted anyway."""
+
     def observe(self, num_tokens: int, seconds: float, *, has_copies: bool) -> None:
         """Learn how many tokens the round that was last chosen committed, how long it took, and whether any tokens were
         copied in it."""
@@ -157,6 +161,12 @@ class CostPolicy:
         falling = [chances[place] for place in places]
         worth = self._lengths.num_worth(falling, self._batch_size, num_drafted, self._tokens_per_second, self._context)
         return places[:worth]
+
+    def least_chances(self, length: int) -> list[float]:
+        """As `RoundPolicy`."""
+        assert self._lengths is not None
+        assert self._batch_size == 1
+        return self._lengths.least_chances(length, self._tokens_per_second, self._context)
 
     def updated_share(
         self, level: int, kept_share: float, num_drafted: int, num_accepted: int, num_plain_rounds: int

@@ -49,7 +49,7 @@ class Sprinter:
         runner.advance(0, sequences)
         bounds = [(sequence.num_known - 1, sequence.num_known) for sequence in sequences]
         state, logits = runner.score_exit(0, sequences, [start for start, _ in bounds])
-        vocab_ids = runner.vocab_ids(0)
+        vocab_ids = runner.parts.vocab_ids(0)
         rows = self._read(logits, sequences, bounds, vocab_ids)
         ids = [token_id for row in rows for token_id in row.ids]
         # No comparison holds for NaN: a token from such a row is doubted.

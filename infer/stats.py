@@ -83,6 +83,13 @@ def timed(levels: Items[LevelStats]) -> Iterator[None]:
         level.seconds += seconds
 
 
+def move_seconds(seconds: float, levels: Items[Items[LevelStats]]) -> None:
+    """Of time that was shared among the first levels, give so much to the second ones."""
+    for source, target in zip(*levels, strict=True):
+        source.seconds -= seconds / len(levels[0])
+        target.seconds += seconds / len(levels[0])
+
+
 @dataclass(kw_only=True)
 class Stats:
     """Counts of one completion, or of an engine over all of its completions."""

@@ -16,15 +16,14 @@ DYNAMIC = {"draft_policy": "dynamic", "num_draft_tokens": 5, "num_provisional_to
 def test_a_fixed_policy_never_stops():
     policy = FixedPolicy(max_length=3)
     assert policy.length(0.0) == 3
-    assert policy.goes_on(0.0)
+    assert policy.least_reach == 0.0
 
 
 def test_a_dynamic_policy_asks_for_as_much_as_is_kept():
     policy = DynamicPolicy(max_length=6, min_confidence=0.3)
     lengths = [policy.length(share) for share in (0.0, 0.2, 0.5, 0.7, 0.9, 1.0)]
     assert lengths == [1, 1, 2, 4, 6, 6]
-    assert policy.goes_on(0.3)
-    assert not policy.goes_on(0.29)
+    assert policy.least_reach == 0.3
     assert DynamicPolicy(max_length=6, min_confidence=0.0).length(0.1) == 6
     assert DynamicPolicy(max_length=6, min_confidence=1.0).length(0.9) == 1
 
@@ -54,7 +53,7 @@ def test_no_text_changes(base, quality, method, min_confidence):
 
 
 def test_few_kept_tokens_make_short_drafts(base, monkeypatch):
-    monkeypatch.setattr(DynamicPolicy, "goes_on", lambda self, reach: True)
+    monkeypatch.setattr(DynamicPolicy, "least_reach", 0.0)
     model = build_heads(shallow(base, 3), "adversarial", head="norm")
     engine = Engine(model, method="single-layer", draft_policy="dynamic", num_draft_tokens=5)
     engine.generate(PROMPTS, SamplingParams(max_new_tokens=40, ignore_eos=True))

@@ -51,13 +51,11 @@ def test_the_highest_logits_are_those_of_torch(num_rows, size, kind, dtype, seed
     elif kind == "lowest":
         logits[0] = -math.inf
     logits, names = logits.to(dtype), torch.arange(size) * 3 + 1
-    latest = torch.zeros(num_rows, dtype=torch.int64)
-    ids, values, probabilities = run_native(highest_step(logits, names, with_probabilities=True, latest=latest))
+    ids, values, probabilities = run_native(highest_step(logits, names, with_probabilities=True))
     expected = logits.max(-1)
     is_number = ~expected.values.isnan()
     assert torch.equal(values.isnan(), ~is_number)
     assert torch.equal(ids[is_number], names[expected.indices[is_number]])
-    assert torch.equal(latest, ids)
     assert torch.equal(values[is_number], expected.values[is_number].float())
     even = torch.where(expected.values.isfinite().unsqueeze(-1), logits, 0)
     torch.testing.assert_close(probabilities, even.float().softmax(-1).amax(-1), rtol=1e-4, atol=1e-6)

@@ -38,7 +38,7 @@ void paged_attention(const A* queries, const A* new_keys, const A* new_values, c
 }  // namespace
 
 #define FOR_TYPE(A, SUFFIX)                                                                                          \
-    int64_t run_##SUFFIX(const Step* steps, int64_t num_steps, int64_t num_threads) {                                \
+    int64_t run_##SUFFIX(Step* steps, int64_t num_steps, int64_t num_threads) {                                      \
         return run_steps<A>(steps, num_steps, num_threads);                                                          \
     }                                                                                                                \
     void before_attention_##SUFFIX(const Layer* layer, const A* states, const Rotary* rotary, A* heads,              \
