@@ -243,7 +243,7 @@ class Backbone:
                 return None
             steps += found.steps
             states.append(found.output)
-            hidden, start = found.output, stop
+            hidden, start = StateRows(found.output[0], None, rows_of(hidden).number), stop
         return Native(steps, states)
 
     def run_block(

@@ -151,7 +151,7 @@ class Pages(NamedTuple):
 
     pools: Pools
     places: Places
-    new_blocks: Tensor | None  # [n] int64, to be filled with zeros
+    new_blocks: Tensor | None  # int64, to be filled with zeros: their number, and they
 
 
 class Highest(NamedTuple):
@@ -178,7 +178,6 @@ class PagesOfLayers(ctypes.Structure):
         ("keys", c_void_p),
         ("values", c_void_p),
         ("new_blocks", c_void_p),
-        ("num_new_blocks", c_int64),
         ("places", Places),
     )
 
@@ -195,7 +194,7 @@ class LayersStep(ctypes.Structure):
         ("source", Source),
         ("keep", Rows),
         ("states", c_void_p),
-        ("num_rows", c_int64),
+        ("num_rows", c_void_p),
         ("size", c_int64),
         ("keeps_only", c_int64),
     )
@@ -204,7 +203,7 @@ class LayersStep(ctypes.Structure):
 class ProductStep(ctypes.Structure):
     """A product."""
 
-    _fields_ = (("linear", c_void_p), ("source", Rows), ("outputs", c_void_p), ("num_rows", c_int64))
+    _fields_ = (("linear", c_void_p), ("source", Rows), ("outputs", c_void_p), ("num_rows", c_void_p))
 
 
 class HighestStep(ctypes.Structure):
@@ -216,7 +215,7 @@ class HighestStep(ctypes.Structure):
         ("ids", c_void_p),
         ("values", c_void_p),
         ("probabilities", c_void_p),
-        ("num_rows", c_int64),
+        ("num_rows", c_void_p),
         ("size", c_int64),
     )
 
@@ -231,7 +230,6 @@ class DraftStep(ctypes.Structure):
         ("logits", c_void_p),
         ("highest", c_void_p),
         ("counts", c_void_p),
-        ("num_passes", c_int64),
         ("token_ids", c_void_p),
         ("probabilities", c_void_p),
         ("least", c_void_p),
@@ -286,6 +284,13 @@ def source_of(source: StateRows | JoinedRows) -> Source:
 def rows_in(rows: StateRows) -> Rows:
     """As kernels take them."""
     return Rows(rows.table.data_ptr(), pointer(rows.places), rows.table.shape[0])
+
+
+def number_of(rows: StateRows | JoinedRows | Tensor, number: Tensor | None) -> Tensor:
+    """How many rows there are, where kernels read it."""
+    if number is not None:
+        return number
+    return torch.tensor([rows.shape[0] if isinstance(rows, Tensor) else rows.num_rows], device="cpu")
 
 
 def turns_of(rotary: Rotary) -> Turns:

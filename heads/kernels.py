@@ -37,6 +37,7 @@ from .kernel_types import (
     Step,
     StepOfKind,
     Strides,
+    number_of,
     pointer,
     rows_in,
     source_of,
@@ -133,8 +134,9 @@ class Kernels:
     def product_step(self, linear: Linear, source: StateRows) -> Native[Tensor]:  # [T, D_out]
         """As `product`, of rows."""
         outputs = source.table.new_empty(source.num_rows, linear.num_outputs)
-        what = ProductStep(ctypes.addressof(linear), rows_in(source), outputs.data_ptr(), source.num_rows)
-        return Native([Step(what, (linear, source, outputs), outputs.dtype)], outputs)
+        count = number_of(source, source.number)
+        what = ProductStep(ctypes.addressof(linear), rows_in(source), outputs.data_ptr(), count.data_ptr())
+        return Native([Step(what, (linear, source, outputs, count), outputs.dtype)], outputs)
 
     def highest_step(
         self,
@@ -142,6 +144,7 @@ class Kernels:
         names: Tensor | None,  # [V] int64, what places are called
         *,
         with_probabilities: bool,
+        number: Tensor | None = None,  # as of `StateRows`
     ) -> Native[Highest]:
         """The highest value of each row."""
         logits = logits.contiguous()
@@ -151,14 +154,15 @@ class Kernels:
         probabilities = torch.empty_like(values) if with_probabilities else None
         places = map(pointer, (logits, names, ids, values, probabilities))
         found = Highest(ids, values, probabilities)
-        step = Step(HighestStep(*places, num_rows, size), (logits, names, found), logits.dtype)
+        count = number_of(logits, number)
+        step = Step(HighestStep(*places, count.data_ptr(), size), (logits, names, found, count), logits.dtype)
         return Native([step], found)
 
     def draft_step(
         self,
         first: Step,  # the highest logits behind all that is known, which are done before
         body: list[Step],  # layers over tokens drawn last, a head, its logits, the highest of these
-        counts: list[int],  # by token: sequences that draw it, the first ones; never rising
+        counts: Tensor,  # int64: tokens, and by token: sequences that draw it, the first ones; never rising
         token_ids: Tensor,  # [T] int64, by token: where the layers read what was drawn, and the rows of `body` stand
         *,
         may_end: bool,  # whether a lone sequence's draft may end sooner: see `Drawn.least`
@@ -169,19 +173,17 @@ class Kernels:
         `body` and what reads its rows is told of the first token's; the others' stand behind these.
         """
         probabilities = torch.empty(len(token_ids), dtype=torch.float32) if with_probabilities else None
-        numbers = (c_int64 * len(counts))(*counts)
-        least = (c_double * (len(counts) - 1))()
+        least = (c_double * len(counts))()
         drawn = Drawn(token_ids, probabilities, least, c_int64())
         what = DraftStep(
             *(ctypes.addressof(step.what) for step in (first, *body)),
-            ctypes.addressof(numbers),
-            len(counts),
+            counts.data_ptr(),
             token_ids.data_ptr(),
             pointer(probabilities),
             ctypes.addressof(least) if may_end else None,
             ctypes.addressof(drawn.num_drawn),
         )
-        return Native([Step(what, (first, body, numbers, drawn), first.dtype)], drawn)
+        return Native([Step(what, (first, body, counts, drawn), first.dtype)], drawn)
 
     def tell(self, steps: list[Step]) -> "ctypes.Array[StepOfKind]":
         """What `run` is to do; the steps must be kept."""
@@ -256,10 +258,9 @@ class Kernels:
             ctypes.addressof(pools.keys) + offset,
             ctypes.addressof(pools.values) + offset,
             pointer(new_blocks),
-            0 if new_blocks is None else len(new_blocks),
             places,
         )
-        told = source_of(source)
+        told, count = source_of(source), number_of(source, source.number)
         what = LayersStep(
             ctypes.addressof(layers.places),
             len(layers.places),
@@ -269,11 +270,12 @@ class Kernels:
             told,
             _NOWHERE if keep is None else rows_in(keep),
             states.data_ptr(),
-            num_rows,
+            count.data_ptr(),
             table.shape[1],
             keeps_only,
         )
-        return Native([Step(what, (layers, source, told, rotary, pages, norm, keep, states), states.dtype)], states)
+        kept = (layers, source, told, rotary, pages, norm, keep, states, count)
+        return Native([Step(what, kept, states.dtype)], states)
 
     def paged_attention(
         self,

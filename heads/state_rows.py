@@ -18,6 +18,7 @@ class StateRows(NamedTuple):
 
     table: Tensor  # [N, D]
     places: Tensor | None  # [T] int64; None: all rows, in their order
+    number: Tensor | None = None  # [1] int64: how many of them, to be read when something is done with them; None: all
 
     @property
     def num_rows(self) -> int:
@@ -53,6 +54,11 @@ class JoinedRows(NamedTuple):
     def num_rows(self) -> int:
         """T."""
         return self.hidden.num_rows
+
+    @property
+    def number(self) -> Tensor | None:
+        """As of `StateRows`."""
+        return self.hidden.number
 
     def states(self) -> Tensor:  # [1, T, D]
         """The rows side by side."""

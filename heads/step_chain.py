@@ -36,7 +36,7 @@ class StepChain:
     def add_draft(
         self,
         body: "StepChain",  # see `Kernels.draft_step`, as the others
-        counts: list[int],
+        counts: Tensor,
         token_ids: Tensor,
         *,
         may_end: bool,
@@ -72,12 +72,13 @@ def highest_step(
     names: Tensor | None,  # [V] int64, what places are called
     *,
     with_probabilities: bool,
+    number: Tensor | None = None,  # as of `StateRows`
 ) -> Native[Highest] | None:
     """The highest logits as a step; None where there are no kernels for them."""
     kernels = find_kernels()
     if kernels is None or not kernels.takes(logits):
         return None
-    return kernels.highest_step(logits, names, with_probabilities=with_probabilities)
+    return kernels.highest_step(logits, names, with_probabilities=with_probabilities, number=number)
 
 
 def run_native(native: Native[Output]) -> Output:

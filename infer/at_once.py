@@ -10,7 +10,6 @@ from typing import NamedTuple, TypeVar
 from torch import Tensor
 
 from ..heads import Drawn, Highest, StateRows, StepChain, highest_step
-from .draft_plan import DraftPass
 from .level_parts import LevelParts
 from .packed_rows import Bounds, PackedRows
 from .sequence import Sequence
@@ -40,12 +39,25 @@ class DraftsAtOnce(NamedTuple):
     """None where the target was not asked."""
 
 
+class DraftRows(NamedTuple):
+    """What drafts run over."""
+
+    unseen: PackedRows | None
+    """Rows that the layers have not seen."""
+    for_head: PackedRows
+    """Rows that the head has not: those of the first tokens,"""
+    newest: Tensor  # int64
+    """of which so many, these, are scored."""
+    following: PackedRows
+    """All tokens, by token, those of the sequences that draw it side by side; for the layers, and then for the head."""
+    counts: Tensor  # int64
+    """How many tokens, and by token how many sequences draw it, the first ones; never rising."""
+
+
 def add_draft(
     chain: StepChain,
     parts: LevelParts,
-    first: DraftPass[PackedRows],
-    following: PackedRows,  # of all tokens: by token, those of the sequences that draw it side by side
-    nums_active: list[int],  # by token: how many sequences draw it, the first ones; never rising
+    rows: DraftRows,
     *,
     may_end: bool,  # see `Drawn.least`
     with_probabilities: bool,
@@ -54,24 +66,32 @@ def add_draft(
 
     def find(chain: StepChain, state: StateRows) -> None:
         logits = chain.add(parts.exit_step(0, state))
-        chain.add(highest_step(logits, parts.vocab_ids(0), with_probabilities=with_probabilities))
+        vocab_ids = parts.vocab_ids(0)
+        chain.add(highest_step(logits, vocab_ids, with_probabilities=with_probabilities, number=state.number))
 
-    if first.for_layers is not None:
-        chain.add(parts.layers_steps(range(1), first.for_layers))
-    wanted = first.newest if isinstance(first.newest, Tensor) else None
-    find(chain, StateRows(chain.add(parts.head_step(0, first.for_head))[0], wanted))
-    body, rows = StepChain(), following.of_first(nums_active[0])
-    body.add(parts.layers_steps(range(1), rows))
-    find(body, StateRows(body.add(parts.head_step(0, rows))[0], None))
-    ids = following.token_ids
-    return chain.add_draft(body, nums_active, ids, may_end=may_end, with_probabilities=with_probabilities)
+    if rows.unseen is not None:
+        chain.add(parts.layers_steps(range(1), rows.unseen))
+    find(chain, StateRows(chain.add(parts.head_step(0, rows.for_head))[0], rows.newest[1:], rows.newest[:1]))
+    body, following = StepChain(), rows.following.at_once()
+    body.add(parts.layers_steps(range(1), following))
+    find(body, StateRows(body.add(parts.head_step(0, following))[0], None))
+    ids = rows.following.token_ids
+    return chain.add_draft(body, rows.counts, ids, may_end=may_end, with_probabilities=with_probabilities)
 
 
 def add_judgement(chain: StepChain, parts: LevelParts, levels: range, rows: PackedRows) -> tuple[Tensor, Highest]:
     """Run levels up to the target; its logits `[T, V]`, and the highest of them."""
     states = chain.add(parts.layers_steps(levels, rows))[-1][0]
-    logits = chain.add(parts.logits_step(StateRows(states, None)))
-    return logits, chain.add(highest_step(logits, None, with_probabilities=False))
+    logits = chain.add(parts.logits_step(StateRows(states, None, rows.number)))
+    return logits, chain.add(highest_step(logits, None, with_probabilities=False, number=rows.number))
+
+
+def of_first(found: tuple[Tensor, Highest], number: int) -> tuple[Tensor, Highest]:
+    """What `add_judgement` gives, of the first rows."""
+    logits, highest = found
+    if len(logits) == number:
+        return found
+    return logits[:number], Highest(highest.ids[:number], highest.values[:number], None)
 
 
 def by_sequence(values: Items[V], nums_active: Items[int], num_drawn: int) -> list[list[V]]:

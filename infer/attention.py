@@ -105,13 +105,13 @@ class PagedAttention:
         cls,
         kv_cache: KVCache,
         places: Places,
-        new_blocks: Tensor | None,  # [n] int64, whose first token is among the new ones
+        new_blocks: Tensor,  # int64, whose first token is among the new ones: their number, and they
         num_positions: int,  # more than any of them
     ) -> "PagedAttention":
-        """By our own kernels alone, for rows that these numbers say, now or when it is called."""
+        """What our own kernels take of it, and nothing else: rows that these numbers say when it is used."""
         attend = cls(kv_cache, [], places.tensors[0].device)
-        attend._kernels = find_kernels()
-        attend._places, attend._new_blocks, attend.num_positions = places, new_blocks, num_positions
+        attend.pages = Pages(kv_cache.pools, places, new_blocks)
+        attend.num_positions = num_positions
         return attend
 
     def __call__(
@@ -157,7 +157,8 @@ class PagedAttention:
         """See `Attend`; None where they do not serve."""
         if self._kernels is None or self._kv_cache.pools.dtype not in KERNEL_DTYPES:
             return None
-        return Pages(self._kv_cache.pools, self._places, self._new_blocks)
+        blocks = new_block_ids(self._spans, self._kv_cache.block_size)
+        return Pages(self._kv_cache.pools, self._places, torch.tensor([len(blocks), *blocks]) if blocks else None)
 
     def write(self, kv_layer: int, key: Tensor, value: Tensor) -> None:  # [T, Hkv, Dh] each
         """Keep the new tokens' keys and values."""

@@ -1,7 +1,7 @@
 """What the host says to the passes of one draft."""
 
 from collections.abc import Sequence as Items
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,15 +9,13 @@ from torch import Tensor
 from .packed_rows import Bounds, Pass, rows_within
 from .pass_runner import AnyRows
 
-Rows = TypeVar("Rows", bound=AnyRows)
 
-
-class DraftPass(NamedTuple, Generic[Rows]):
+class DraftPass(NamedTuple):
     """The rows of one token of a draft."""
 
-    for_layers: Rows | None
+    for_layers: AnyRows | None
     """Rows that the layers have not seen,"""
-    for_head: Rows
+    for_head: AnyRows
     """rows that the head has not: behind the first token one a sequence, for both, whose token ids are those drawn
     before,"""
     newest: Tensor | slice
@@ -27,18 +25,24 @@ class DraftPass(NamedTuple, Generic[Rows]):
 class FirstPasses(NamedTuple):
     """What is to be packed for the first token."""
 
-    passes: list[Pass]
-    """Of the layers, where it is one of its own or there is any, and of the head."""
+    for_layers: Pass | None
+    """Of rows that the layers have not seen, where these are not the head's."""
+    for_head: Pass
+    are_same: bool
+    """Whether the layers run over the head's rows."""
     newest: Bounds
     """Which of the head's rows are scored."""
-    are_same: bool
-    """Whether layers and head run over the same rows."""
 
-    def packed(self, rows: Items[Rows], device: torch.device) -> DraftPass[Rows]:
+    @property
+    def passes(self) -> list[Pass]:
+        """Those that there are."""
+        return [self.for_head] if self.for_layers is None else [self.for_layers, self.for_head]
+
+    def packed(self, rows: Items[AnyRows], device: torch.device) -> DraftPass:
         """Their rows; behind these there may be others."""
-        *before, for_head = rows[: len(self.passes)]
-        for_layers = for_head if self.are_same else before[0] if before else None
-        return DraftPass(for_layers, for_head, rows_within(self.passes[-1].bounds, self.newest, device))
+        for_head = rows[len(self.passes) - 1]
+        for_layers = for_head if self.are_same else None if self.for_layers is None else rows[0]
+        return DraftPass(for_layers, for_head, rows_within(self.for_head.bounds, self.newest, device))
 
 
 class DraftPlan(NamedTuple):
@@ -46,4 +50,4 @@ class DraftPlan(NamedTuple):
 
     nums_active: list[int]
     """By token: how many sequences draw it, the first ones."""
-    tokens: list[DraftPass[AnyRows]]
+    tokens: list[DraftPass]

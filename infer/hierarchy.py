@@ -162,8 +162,8 @@ class Hierarchy:
                     counts, least = wanted, self._least_reaches(sequences[0], wanted[0])
             order = sorted(range(len(sequences)), key=lambda b: -counts[b])
             ordered = [sequences[b] for b in order]
-            if judging is not None and len(judging) > len(sequences):
-                judging = None
+            if judging is not None and (len(judging) > len(sequences) or (self._asks_confidence and least is None)):
+                judging = None  # some draft nothing, or it is not known yet who drafts another token
             drafts, self._judged = self._drafter.draft(ordered, [counts[b] for b in order], least, judging)
             for sequence, draft in zip(ordered, drafts, strict=True):
                 sequence.proposed[0].extend(draft)

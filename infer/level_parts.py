@@ -81,9 +81,10 @@ class LevelParts:
 
     def head_source(self, index: int, rows: PackedRows) -> tuple[StateRows, StateRows | None]:
         """What a head takes: states at its exit layer, and their contexts where it has them."""
-        context = StateRows(self._windows.final, rows.context_slots)
+        context = StateRows(self._windows.final, rows.context_slots, rows.number)
         has_context = self.head(index).config.committed_context
-        return StateRows(self._windows.tables[index], rows.window_slots), context if has_context else None
+        hidden = StateRows(self._windows.tables[index], rows.window_slots, rows.number)
+        return hidden, context if has_context else None
 
     def keep_of_head(
         self, index: int, source: tuple[StateRows, StateRows | None], positions: Tensor, attend: PagedAttention
@@ -114,8 +115,9 @@ class LevelParts:
     def _source(self, index: int, rows: PackedRows) -> States:
         """What the layers of a level take."""
         if index == 0:
-            return self._backbone.embedded(rows.token_ids, rows.positions)
-        return StateRows(self._windows.tables[index - 1], rows.window_slots)
+            embedded = self._backbone.embedded(rows.token_ids, rows.positions)
+            return embedded._replace(number=rows.number) if isinstance(embedded, StateRows) else embedded
+        return StateRows(self._windows.tables[index - 1], rows.window_slots, rows.number)
 
     def _run_head(self, index: int, rows: PackedRows) -> Tensor:  # [T, D]
         return self.head(index)(*self.head_source(index, rows), rows.positions, rows.attend)[0]

@@ -19,12 +19,12 @@ from ..heads import (
     StepChain,
     find_kernels,
 )
-from .at_once import DraftsAtOnce, Judged, add_draft, add_judgement, by_sequence
+from .at_once import DraftRows, DraftsAtOnce, Judged, add_draft, add_judgement, by_sequence, of_first
 from .draft_plan import DraftPass, DraftPlan, FirstPasses
 from .kv_cache import KVCache
 from .level_parts import LevelParts
 from .levels import Level
-from .packed_rows import Bounds, PackedRows, Pass, RowPacker, rows_within
+from .packed_rows import Bounds, PackedRows, Pass, RowPacker, places_within, rows_within
 from .pass_runner import AnyRows, PassRunner
 from .sequence import Chunk, Sequence
 from .state_windows import StateWindows
@@ -150,11 +150,13 @@ class ModelRunner:
         """What `judge` gives, by a single call of our own kernels; None where these do not take something of it."""
         if self._chains is None:
             return None
-        recorded = self._chains(levels, [rows], lambda chain, packed: add_judgement(chain, self.parts, levels, *packed))
+        recorded = self._chains(
+            levels, [rows], [], lambda chain, packed, _: add_judgement(chain, self.parts, levels, *packed)
+        )
         if recorded is None:
             return None
         recorded.chain.run()
-        return recorded.output
+        return of_first(recorded.output, rows.num_rows)
 
     def advance_trees(self, index: int, sequences: list[Sequence], trees: list[TokenTree]) -> None:
         """Run level `index` over trees of tokens, whose roots are the newest known tokens; the level before it must
@@ -284,8 +286,9 @@ class ModelRunner:
         if judging is not None:
             count_of = dict(zip(sequences, counts, strict=True))
             passes.append(Pass(judging, [(s.num_known - 1, s.num_known + count_of[s]) for s in judging]))
-        name = (tuple(nums_active), first.are_same, least is not None, with_probabilities)
-        recorded = self._chains(name, passes, partial(self._record_draft, first, nums_active, *name[2:]))
+        name = first.for_layers is None, first.are_same, least is not None, with_probabilities
+        newest = places_within(first.for_head.bounds, first.newest)
+        recorded = self._chains(name, passes, [newest, nums_active], partial(self._record_draft, *name))
         if recorded is None:
             return None
         drawn, num_drafting, judged = recorded.output
@@ -299,8 +302,11 @@ class ModelRunner:
             self._count_head(0, sequence, length + min(count, num_drawn) - 1)
         values = None if drawn.probabilities is None else drawn.probabilities.tolist()
         said = None
-        if judged is not None:
-            said = _judged(passes[-1], judged, counts[0] - num_drawn, recorded.chain.seconds(num_drafting))
+        if judged is not None and judging is not None:
+            num_fewer = counts[0] - num_drawn  # of a lone sequence, or none
+            bounds = [(start, stop - num_fewer) for start, stop in passes[-1].bounds]
+            found = of_first(judged, passes[-1].num_rows - num_fewer)
+            said = Judged(judging, bounds, *found, recorded.chain.seconds(num_drafting))
         return DraftsAtOnce(
             by_sequence(drawn.token_ids.tolist(), nums_active, num_drawn),
             None if values is None else by_sequence(values, nums_active, num_drawn),
@@ -309,19 +315,26 @@ class ModelRunner:
 
     def _record_draft(
         self,
-        first: FirstPasses,
-        nums_active: list[int],
+        is_seen: bool,
+        are_same: bool,
         may_end: bool,
         with_probabilities: bool,
         chain: StepChain,
-        rows: list[PackedRows],  # of the first passes, of what follows, and of the target where it is asked
+        rows: list[PackedRows],
+        lists: list[Tensor],
     ) -> tuple[Drawn, int, tuple[Tensor, Highest] | None]:
         """What is drawn, the number of steps for that, and what the target says."""
-        number = len(first.passes)
-        options = {"may_end": may_end, "with_probabilities": with_probabilities}
-        drawn = add_draft(chain, self.parts, first.packed(rows, self.device), rows[number], nums_active, **options)
+        unseen = None if is_seen else rows.pop(0)
+        for_head, following, *judging = rows
+        drawn = add_draft(
+            chain,
+            self.parts,
+            DraftRows(for_head if are_same else unseen, for_head, lists[0], following, lists[1]),
+            may_end=may_end,
+            with_probabilities=with_probabilities,
+        )
         num_drafting = len(chain)
-        judged = add_judgement(chain, self.parts, range(1, 2), rows[-1]) if len(rows) > number + 1 else None
+        judged = add_judgement(chain, self.parts, range(1, 2), *judging) if judging else None
         return drawn, num_drafting, judged
 
     def plan_draft(
@@ -352,15 +365,15 @@ class ModelRunner:
         newest = [(s.num_known - 1, s.num_known) for s in sequences]
         bounds = self._head_bounds(0, sequences, newest)
         layers_attend, head_attends = bool(self._layers[0].kv_layers), bool(self._heads[0].kv_layers)
-        passes = []
         # Mostly the head has to see what the layers have: then both run over the same rows.
         are_same = unseen == list(zip(sequences, bounds, strict=True))
+        for_layers = None
         if unseen and not are_same:
             owners, unseen_bounds = zip(*unseen, strict=True)
-            passes.append(Pass(list(owners), list(unseen_bounds), has_ids=True, attends=layers_attend))
+            for_layers = Pass(list(owners), list(unseen_bounds), has_ids=True, attends=layers_attend)
         attends = head_attends or (are_same and layers_attend)
-        passes.append(Pass(sequences, bounds, has_ids=are_same, attends=attends))
-        return FirstPasses(passes, newest, are_same)
+        for_head = Pass(sequences, bounds, has_ids=are_same, attends=attends)
+        return FirstPasses(for_layers, for_head, are_same, newest)
 
     def draft(
         self,
@@ -422,16 +435,6 @@ def _by_token(sequences: list[Sequence], lengths: list[int], nums_active: list[i
         (length + place, length + place + 1) for place, number in enumerate(nums_active) for length in lengths[:number]
     ]
     return Pass(owners, bounds, num_at_once=len(sequences))
-
-
-def _judged(rows: Pass, found: tuple[Tensor, Highest], num_fewer: int, seconds: float) -> Judged:
-    """What the target said of all rows but the last few, which a lone sequence has not drawn."""
-    logits, highest = found
-    if num_fewer == 0:
-        return Judged(rows.sequences, rows.bounds, logits, highest, seconds)
-    bounds = [(start, stop - num_fewer) for start, stop in rows.bounds]
-    ids, values = highest.ids[:-num_fewer], highest.values[:-num_fewer]
-    return Judged(rows.sequences, bounds, logits[:-num_fewer], Highest(ids, values, None), seconds)
 
 
 def _in_passes(bounds: Bounds) -> Iterator[slice]:

@@ -60,9 +60,12 @@ class PackedRows(NamedTuple):
     window_slots: Tensor  # [T] int64, where their hidden and final states lie
     context_slots: Tensor  # [T] int64, where the final states lie that are their committed context
     attend: PagedAttention
+    number: Tensor | None = None  # [1] int64, how many of them there are when they are run over; None: all
+    num_at_once: int | None = None  # that go through at once, where more passes follow over the next ones
 
-    def of_first(self, number: int) -> "PackedRows":
-        """The first ones, which others follow: these are where attention and positions say."""
+    def at_once(self) -> "PackedRows":
+        """Those that go first; the others stand behind them, as attention and positions say too."""
+        number = self.num_at_once
         columns = self.token_ids[:number], self.window_slots[:number], self.context_slots[:number]
         return PackedRows(columns[0], self.positions, *columns[1:], self.attend)
 
@@ -191,12 +194,17 @@ def spans_of(rows: Pass) -> list[Span]:
 
 
 def rows_within(bounds: Bounds, wanted: Bounds, device: torch.device) -> Tensor | slice:
-    """Which rows of a pass over `bounds` are wanted."""
+    """Which rows of a pass over `bounds` are wanted, as `places_within`."""
     if bounds == wanted:
         return slice(sum(stop - start for start, stop in bounds))
+    return to_device(places_within(bounds, wanted), device)
+
+
+def places_within(bounds: Bounds, wanted: Bounds) -> list[int]:
+    """Which rows of a pass over `bounds` are wanted: the last ones of each sequence."""
     rows: list[int] = []
     offset = 0
     for (start, stop), (first, _) in zip(bounds, wanted, strict=True):
         rows.extend(range(offset + first - start, offset + stop - start))
         offset += stop - start
-    return to_device(rows, device)
+    return rows

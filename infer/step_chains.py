@@ -1,9 +1,9 @@
-"""Chains of our own kernels' steps, recorded: the host says all that is new of a pass in one piece of numbers.
+"""Chains of our own kernels' steps, recorded: the host says all that is new of a round in one piece of numbers.
 
-To tell the kernels what to do takes Python as long as a small layer takes them. So a chain is told once. It reads
-where rows stand, which tokens they are, and the blocks of their texts from one tensor of numbers; all else, weights,
-cache and windows, stays in its place. To do it again for passes of the same shapes is to write other numbers there, as
-with `cuda_graph` on a GPU.
+To tell the kernels what to do takes Python as long as a small layer takes them. So a chain is told once. It reads how
+many rows there are, where they stand, which tokens they are, and the blocks of their texts from one tensor of numbers;
+all else, weights, cache and windows, stays in its place. To do it again for other rows, if there is room for them, is
+to write other numbers there, as with `cuda_graph` on a GPU.
 """
 
 from collections.abc import Callable, Hashable
@@ -22,32 +22,35 @@ from .packed_rows import NUM_COLUMNS, PackedRows, Pass, RowPacker, spans_of
 
 Output = TypeVar("Output")
 
-MAX_CHAINS = 32
+MAX_CHAINS = 16
 """Chains that are kept, those used last."""
-MAX_ROWS = 16
-"""Rows of a pass of these: with more the kernels take their time, and what they write theirs in memory."""
-TABLE_STEP = 8
-"""Blocks by which tables grow, so that few shapes serve a growing text."""
+MAX_ROWS = 32
+"""Rows of a pass of these: with more the kernels take their time, and what they write its room."""
+MIN_WIDTH = 8
+"""Blocks of a table, at least: few chains serve a growing text."""
 
 
-class PassShape(NamedTuple):
-    """What tells how many numbers a pass has."""
+class PassRoom(NamedTuple):
+    """What tells how many numbers a pass has room for."""
 
-    lengths: tuple[int, ...]
-    """Rows side by side, of each sequence or of its parts."""
-    num_at_once: int | None
-    """As of the pass."""
-    num_tables: int
+    max_rows: int
+    num_at_once: int
+    """Of these, that go through at once."""
+    max_tables: int
     """Sequences,"""
     table_width: int
     """and blocks of each."""
-    num_new_blocks: int
 
     @property
-    def sizes(self) -> tuple[int, int, int, int]:
-        """Of its parts: columns, the sequence of each row, tables, new blocks."""
-        num_rows = sum(self.lengths)
-        return NUM_COLUMNS * num_rows, num_rows, self.num_tables * self.table_width, self.num_new_blocks
+    def sizes(self) -> list[int]:
+        """Of its parts: the number of rows, columns, the sequence of each row, tables, new blocks."""
+        return [
+            1,
+            NUM_COLUMNS * self.max_rows,
+            self.max_rows,
+            self.max_tables * self.table_width,
+            1 + self.max_rows,
+        ]
 
 
 class Recorded(NamedTuple, Generic[Output]):
@@ -68,25 +71,33 @@ class StepChains:
 
     def __call__(
         self,
-        name: Hashable,  # of all that `record` depends on besides its rows
+        name: Hashable,  # of all that `record` depends on besides what it is given
         passes: Items[Pass],
-        record: Callable[[StepChain, list[PackedRows]], Output],  # may raise NotNative
+        lists: Items[list[int]],  # more numbers that the chain reads
+        record: Callable[[StepChain, list[PackedRows], list[Tensor]], Output],  # may raise NotNative
     ) -> Recorded[Output] | None:
-        """The chain over these passes, to be run; None where our own kernels do not take something of it."""
-        if any((each.num_at_once or each.num_rows) > MAX_ATTENDED_ROWS for each in passes):
+        """The chain over these passes, to be run; None where our own kernels do not take something of it.
+
+        It is recorded over rows of which there may be more than the passes have, and over lists that begin with their
+        length and may go on behind their end.
+        """
+        rooms = [_room(each) for each in passes]
+        most = max(room.num_at_once for room in rooms)
+        if most > MAX_ATTENDED_ROWS:
             return None
-        found = [self._numbers(each) for each in passes]
-        shapes = [shape for shape, _ in found]
-        numbers = [number for _, own in found for number in own]
-        key = name, *shapes
+        lengths = [_rounded(len(each)) for each in lists]
+        numbers = [number for each, room in zip(passes, rooms, strict=True) for number in self._numbers(each, room)]
+        for each, length in zip(lists, lengths, strict=True):
+            numbers += [len(each), *_padded(each, length)]
+        key = name, *rooms, *lengths
         if key in self._recorded:
             recorded = self._recorded.pop(key)
         else:
-            recorded = self._record(shapes, len(numbers), record)
-        if recorded is None or all((each.num_at_once or each.num_rows) <= MAX_ROWS for each in passes):
+            recorded = self._record(rooms, lengths, record)
+        if recorded is None or most <= MAX_ROWS:
             self._recorded[key] = recorded
-        if len(self._recorded) > MAX_CHAINS:
-            del self._recorded[next(iter(self._recorded))]
+            if len(self._recorded) > MAX_CHAINS:
+                del self._recorded[next(iter(self._recorded))]
         if recorded is not None:
             recorded.numbers[:] = numbers
         return recorded
@@ -96,42 +107,64 @@ class StepChains:
         self._recorded.clear()
 
     def _record(
-        self, shapes: list[PassShape], num_numbers: int, record: Callable[[StepChain, list[PackedRows]], Output]
+        self,
+        rooms: list[PassRoom],
+        lengths: list[int],
+        record: Callable[[StepChain, list[PackedRows], list[Tensor]], Output],
     ) -> Recorded[Output] | None:
-        numbers = torch.zeros(num_numbers, dtype=torch.int64)
+        sizes = [size for room in rooms for size in room.sizes] + [1 + length for length in lengths]
+        numbers = torch.zeros(sum(sizes), dtype=torch.int64, device="cpu")
+        parts = iter([numbers[start:stop] for start, stop in pairwise(accumulate(sizes, initial=0))])
+        rows = [self._rows(room, *(next(parts) for _ in room.sizes)) for room in rooms]
         chain = StepChain()
         try:
-            return Recorded(chain, record(chain, self._rows(shapes, numbers)), numbers.numpy())
+            return Recorded(chain, record(chain, rows, list(parts)), numbers.numpy())
         except NotNative:
             return None
 
-    def _numbers(self, rows: Pass) -> tuple[PassShape, list[int]]:
+    def _numbers(self, rows: Pass, room: PassRoom) -> list[int]:
         owners = list(dict.fromkeys(rows.sequences))
         place_of = {sequence: place for place, sequence in enumerate(owners)}
-        lengths = tuple(stop - start for start, stop in rows.bounds)
-        of_rows = [place_of[s] for s, length in zip(rows.sequences, lengths, strict=True) for _ in range(length)]
-        width = max(len(sequence.block_table) for sequence in owners)
-        width += -width % TABLE_STEP
-        tables = [block for s in owners for block in s.block_table + [0] * (width - len(s.block_table))]
+        of_rows = [
+            place_of[sequence]
+            for sequence, (start, stop) in zip(rows.sequences, rows.bounds, strict=True)
+            for _ in range(start, stop)
+        ]
+        tables = [block for sequence in owners for block in _padded(sequence.block_table, room.table_width)]
         blocks = new_block_ids(spans_of(rows), self._kv_cache.block_size)
-        shape = PassShape(lengths, rows.num_at_once, len(owners), width, len(blocks))
-        return shape, [*self._packer.columns(rows, len(of_rows)), *of_rows, *tables, *blocks]
+        return [
+            len(of_rows),
+            *self._packer.columns(rows, room.max_rows),
+            *_padded(of_rows, room.max_rows),
+            *_padded(tables, room.max_tables * room.table_width),
+            len(blocks),
+            *_padded(blocks, room.max_rows),
+        ]
 
-    def _rows(self, shapes: list[PassShape], numbers: Tensor) -> list[PackedRows]:
-        """Views of the numbers, pass by pass."""
-        sizes = [size for shape in shapes for size in shape.sizes]
-        parts = iter([numbers[start:stop] for start, stop in pairwise(accumulate(sizes, initial=0))])
-        return [self._rows_of(shape, *(next(parts) for _ in shape.sizes)) for shape in shapes]
-
-    def _rows_of(
-        self, shape: PassShape, columns: Tensor, of_rows: Tensor, tables: Tensor, new_blocks: Tensor
+    def _rows(
+        self, room: PassRoom, count: Tensor, columns: Tensor, of_rows: Tensor, tables: Tensor, new_blocks: Tensor
     ) -> PackedRows:
         ids, positions, window_slots, context_slots = columns.view(NUM_COLUMNS, -1).unbind()
         block_size = self._kv_cache.block_size
-        attend = PagedAttention.of_places(
-            self._kv_cache,
-            Places.of(of_rows, positions, tables.view(shape.num_tables, -1), block_size),
-            new_blocks if len(new_blocks) else None,
-            shape.table_width * block_size,
-        )
-        return PackedRows(ids, positions, window_slots, context_slots, attend)
+        places = Places.of(of_rows, positions, tables.view(room.max_tables, -1), block_size)
+        attend = PagedAttention.of_places(self._kv_cache, places, new_blocks, room.table_width * block_size)
+        return PackedRows(ids, positions, window_slots, context_slots, attend, count, room.num_at_once)
+
+
+def _room(rows: Pass) -> PassRoom:
+    num_rows = rows.num_rows
+    return PassRoom(
+        _rounded(num_rows),
+        _rounded(rows.num_at_once or num_rows),
+        _rounded(len(set(rows.sequences))),
+        _rounded(max(MIN_WIDTH, *(len(sequence.block_table) for sequence in rows.sequences))),
+    )
+
+
+def _rounded(number: int) -> int:
+    """To the next power of two."""
+    return 1 << (number - 1).bit_length()
+
+
+def _padded(numbers: list[int], length: int) -> list[int]:
+    return numbers + [0] * (length - len(numbers))

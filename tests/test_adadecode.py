@@ -85,9 +85,9 @@ def test_later_layers_run_only_where_they_are_asked(model):
         passes.append(index)
         run(self, index, sequences)
 
-    def judged(self, sequences, starts, *, is_whole):
+    def judged(self, sequences, starts, *, is_whole, **options):
         passes.extend(range(1, 5) if is_whole else [4])
-        return judge(self, sequences, starts, is_whole=is_whole)
+        return judge(self, sequences, starts, is_whole=is_whole, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ModelRunner, "advance", counted)

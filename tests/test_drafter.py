@@ -67,7 +67,7 @@ def check(model, monkeypatch, params, prompts=PROMPTS, **options):
                 patch.setattr(
                     Drafter,
                     "draft",
-                    lambda self, sequences, counts, draft=draft: draft(self, sequences, [1] * len(counts)),
+                    lambda self, sequences, counts, *rest, draft=draft: draft(self, sequences, [1] * len(counts)),
                 )
             engine = Engine(model, **options)
             engine._hierarchy._generator.manual_seed(7)

@@ -53,6 +53,12 @@ class Script:
         self.num_going_on.append(len(going))
         return going
 
+    def least_chances(self, length):
+        """By chance as well."""
+        draws = random.Random(f"{self.num_rounds} alone")
+        self.num_going_on.append(length)
+        return [0.2 * draws.random() for _ in range(length - 1)]
+
     def updated_share(self, level, kept_share, num_drafted, num_accepted, num_plain_rounds):
         assert num_plain_rounds >= 0
         return kept_share
@@ -105,7 +111,7 @@ def run(engine, prompts, num_rounds):
 
 def head_cache(engine, sequence, level):
     """Keys and values of a level's head, as far as it has come."""
-    cache, head = engine._runner._kv_cache, engine._runner._head(level)
+    cache, head = engine._runner._kv_cache, engine._runner.parts.head(level)
     slots = [
         sequence.block_table[position // cache.block_size] * cache.block_size + position % cache.block_size
         for position in range(sequence.num_head_computed[level])
@@ -159,13 +165,13 @@ def test_drafts_after_a_pause_are_those_of_an_engine_that_always_drafted(base, s
     (never_said, *_) = set(range(48)) - {token_id for completion in texts for token_id in completion.token_ids}
     drafts = []
 
-    def watched(self, sequences, counts):
-        found = draft(self, sequences, counts)
+    def watched(self, sequences, counts, *rest):
+        found, _ = draft(self, sequences, counts)
         drafts.append(
             [(len(s.token_ids), [p.token_id for p in each]) for s, each in zip(sequences, found, strict=True)]
         )
         is_last = counts == [3] * len(counts)
-        return found if is_last else [[p._replace(token_id=never_said) for p in each] for each in found]
+        return (found if is_last else [[p._replace(token_id=never_said) for p in each] for each in found]), None
 
     monkeypatch.setattr(Drafter, "draft", watched)
     run(scripted(model, lambda number, place: 3 if number == pause else 0), RAGGED, pause + 1)
@@ -417,13 +423,13 @@ def test_a_drawn_token_that_is_not_verified_is_seen(sampled_model, monkeypatch):
     """Whether another token is drawn may depend on confidence; whether one that was drawn counts may not."""
     draft = Drafter.draft
 
-    def fickle(self, sequences, counts):
-        drafts = draft(self, sequences, counts)
+    def fickle(self, sequences, counts, *rest):
+        drafts, _ = draft(self, sequences, counts)
         for sequence, each in zip(sequences, drafts, strict=True):
             if sequence.proposed[0] and each[0].token_id % 2:
                 each.clear()
                 sequence.wanted[0] = 0
-        return drafts
+        return drafts, None
 
     monkeypatch.setattr(Drafter, "draft", fickle)
     counts, _ = sample_by_confidence(sampled_model, monkeypatch, "single-layer")

@@ -243,9 +243,9 @@ def test_a_doubted_token_without_finite_states_spoils_nothing_before_it(monkeypa
             spoil()
         advance(index, sequences)
 
-    def spoiling_judge(sequences, starts, *, is_whole):
+    def spoiling_judge(sequences, starts, **options):
         spoil()
-        return judge(sequences, starts, is_whole=is_whole)
+        return judge(sequences, starts, **options)
 
     monkeypatch.setattr(runner, "advance", spoiling)
     monkeypatch.setattr(runner, "judge", spoiling_judge)

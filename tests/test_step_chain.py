@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from hispec.heads import KERNEL_DTYPES, Backbone, EarlyExitModel, StateRows, find_kernels, highest_step, run_native
 from hispec.heads.rotary import FIRST_LENGTH, RotaryTable
 from hispec.heads.state_rows import JoinedRows
-from hispec.infer import Engine, SamplingParams
+from hispec.infer import Engine, SamplingParams, step_chains
 from hispec.infer.attention import PagedAttention, Span
 from hispec.infer.kv_cache import KVCache
 from hispec.infer.model_runner import ModelRunner
 
-from .models import build_base, build_heads, shallow
+from .models import build_base, build_heads, reference, shallow
 from .test_kernels import close
 
 needs_kernels = pytest.mark.skipif(find_kernels() is None, reason="this machine cannot compile the kernels")
@@ -217,30 +217,119 @@ def prompts_of(number):
     return [[generator.randint(3, 60) for _ in range(generator.randint(1, 30))] for _ in range(4)]
 
 
+LONE = {"max_num_seqs": 1, "block_size": 2, "num_blocks": 60}
+
+
 @needs_kernels
-@pytest.mark.parametrize("options", [{}, {"draft_policy": "dynamic"}, {"num_blocks": 28}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"draft_policy": "dynamic"},
+        {"num_blocks": 28},
+        LONE | {"num_draft_tokens": 5},
+        LONE | {"draft_policy": "dynamic", "min_confidence": 0.15, "num_draft_tokens": 6},
+    ],
+    ids=["batch", "batch by confidence", "preempted", "lone", "lone by confidence"],
+)
 @pytest.mark.parametrize("method", ["single-layer", "hispec"])
 def test_drafts_and_verifications_at_once_are_those_step_by_step(monkeypatch, method, options):
     model = build_heads(shallow(build_base("llama"), 4), "random", (0, 3), committed_context=True, draft_vocab_size=48)
-    found, calls = [], {"draft": [], "judge": []}
+    found, drafts, judged = [], [], []
     draft_at_once, judge_at_once = ModelRunner.draft_at_once, ModelRunner._judge_at_once
 
-    def counted(name, run):
+    def counted(into, run):
         def watched(*arguments, **options):
-            calls[name].append(run(*arguments, **options))
-            return calls[name][-1]
+            made = run(*arguments, **options)
+            if made is not None:
+                into.append(made)
+            return made
 
         return watched
 
     for at_once in (True, False):
         nothing = lambda *arguments, **options: None  # noqa: E731
-        monkeypatch.setattr(ModelRunner, "draft_at_once", counted("draft", draft_at_once) if at_once else nothing)
-        monkeypatch.setattr(ModelRunner, "_judge_at_once", counted("judge", judge_at_once) if at_once else nothing)
-        engine = Engine(model, method=method, num_draft_tokens=3, **({"num_blocks": 200} | options))
-        completions = engine.generate(prompts_of(3), SamplingParams(max_new_tokens=20, ignore_eos=True))
+        monkeypatch.setattr(ModelRunner, "draft_at_once", counted(drafts, draft_at_once) if at_once else nothing)
+        monkeypatch.setattr(ModelRunner, "_judge_at_once", counted(judged, judge_at_once) if at_once else nothing)
+        engine = Engine(model, **{"method": method, "num_draft_tokens": 3, "num_blocks": 200} | options)
+        completions = engine.generate(prompts_of(3), SamplingParams(max_new_tokens=20, ignore_eos=True, logprobs=2))
         levels = {name: vars(level) | {"seconds": 0} for name, level in engine.stats.levels.items()}
         found.append(([completion.token_ids for completion in completions], levels, engine.stats.num_prefills))
+        for completion in completions:
+            assert all(level.seconds > 0 for level in completion.stats.levels.values())
     assert found[0] == found[1]
     # Now and then there are more rows than kernels take of such weights.
-    for made in calls.values():
-        assert sum(each is not None for each in made) >= 3
+    with_judgement = sum(draft.judged is not None for draft in drafts)
+    by_confidence = "draft_policy" in options
+    if method == "single-layer" and (not by_confidence or options.get("num_draft_tokens") == 6):
+        assert with_judgement >= len(drafts) / 2 >= 3
+        assert with_judgement + len(judged) == engine.stats.levels["target"].num_rounds or "max_num_seqs" not in options
+    else:
+        assert with_judgement == 0
+        assert len(judged) >= 3
+    if options.get("num_draft_tokens") == 6 and method == "single-layer":
+        assert len({len(draft.token_ids[0]) for draft in drafts}) > 2
+
+
+@needs_kernels
+def test_chains_that_are_not_kept_give_the_same(monkeypatch):
+    model = build_heads(shallow(build_base("llama"), 4), "random", (0,), committed_context=True)
+    texts = []
+    for number in (step_chains.MAX_CHAINS, 1):
+        monkeypatch.setattr(step_chains, "MAX_CHAINS", number)
+        engine = Engine(model, method="single-layer", num_draft_tokens=3, ngram_drafts=True, **LONE)
+        texts.append(engine.generate(prompts_of(5), SamplingParams(max_new_tokens=30, ignore_eos=True)))
+        assert len(engine._runner._chains._recorded) == number or 3 <= len(engine._runner._chains._recorded) < number
+    ids = [[completion.token_ids for completion in each] for each in texts]
+    assert ids[0] == ids[1]
+    assert len({tuple(each) for each in ids[0]}) > 1
+
+
+@needs_kernels
+@pytest.mark.parametrize("part", ["base", "head", "embedding"])
+def test_recorded_chains_follow_weights_between_requests(part):
+    base = shallow(build_base("llama"), 4).to(torch.bfloat16)
+    model = build_heads(base, "random", (2,), committed_context=True)
+    options = {"method": "single-layer", "num_draft_tokens": 3, "pack_weights": True} | LONE
+    engine = Engine(model, **options)
+    params = SamplingParams(max_new_tokens=12, ignore_eos=True)
+    found = []
+    for _ in range(2):
+        (completion,), (expected,) = (each.generate([[5, 6, 7]], params) for each in (engine, Engine(model, **options)))
+        assert completion.token_ids == expected.token_ids
+        assert completion.stats.levels["target"].num_accepted == expected.stats.levels["target"].num_accepted
+        found.append((completion.token_ids, completion.stats.levels["target"].num_accepted))
+        weights = {
+            "base": base.model.layers[3].mlp.down_proj.weight,
+            "head": model.heads[0].block.mlp.down_proj.weight,
+            "embedding": base.model.embed_tokens.weight,
+        }
+        with torch.no_grad():
+            weights[part].copy_(torch.randn_like(weights[part]))
+    assert found[0] != found[1]
+
+
+@needs_kernels
+@pytest.mark.parametrize("method", ["autoregressive", "single-layer"])
+def test_nothing_is_recorded_of_an_embedding_that_computes_something_else(method):
+    """It would have read other tokens than those of the round."""
+    base = shallow(build_base("llama"), 4)
+    model = build_heads(base, "random", (2,), committed_context=True)
+    hook = base.get_input_embeddings().register_forward_hook(lambda module, arguments, states: states * 2)
+    expected = [reference(base, prompt, 20) for prompt in prompts_of(3)]
+    engine = Engine(model, method=method, num_blocks=200)
+    completions = engine.generate(prompts_of(3), SamplingParams(max_new_tokens=20, ignore_eos=True))
+    hook.remove()
+    assert [completion.token_ids for completion in completions] == expected
+    recorded = engine._runner._chains._recorded.items()
+    assert not any(chain for (levels, *_), chain in recorded if levels != range(1, 2))
+
+
+@needs_kernels
+def test_nothing_is_recorded_of_frequencies_that_depend_on_the_text(monkeypatch):
+    monkeypatch.setattr(RotaryTable, "serves", staticmethod(lambda embedding: False))
+    base = build_base("llama")
+    engine = Engine(build_heads(base, "random", (2,)), method="single-layer", num_blocks=200)
+    assert engine._runner._chains is None
+    completions = engine.generate(prompts_of(3), SamplingParams(max_new_tokens=20, ignore_eos=True))
+    assert [c.token_ids for c in completions] == [reference(base, prompt, 20) for prompt in prompts_of(3)]

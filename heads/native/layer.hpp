@@ -46,8 +46,7 @@ struct Source {
 // be cleared.
 struct Pages {
     void *const *keys, *const *values;
-    const int64_t* new_blocks;
-    int64_t num_new_blocks;
+    const int64_t* new_blocks;  // their number, and they; or null
     Places places;
 };
 
@@ -197,9 +196,9 @@ template <typename A> class LayerPass {
         A *const keys = static_cast<A*>(pages.keys[index]), *const values = static_cast<A*>(pages.values[index]);
         const int64_t stride = layer.heads.num_kv_heads * layer.heads.head_dim;
         const int64_t block = pages.places.block_size * stride;
-        const Share fresh = share(pages.num_new_blocks);
+        const Share fresh = share(pages.new_blocks ? pages.new_blocks[0] : 0);
         for (int64_t number = fresh.first; number < fresh.last; ++number)
-            for (A* pool : {keys, values}) std::memset(pool + pages.new_blocks[number] * block, 0, block * sizeof(A));
+            for (A* pool : {keys, values}) std::memset(pool + pages.new_blocks[1 + number] * block, 0, block * sizeof(A));
         before_attention(layer, states, rotary, heads);
 #pragma omp barrier
         const int64_t row_size = layer.qkv.num_outputs;

@@ -20,8 +20,9 @@ struct LayersStep {
     Source source;
     StateRows keep;  // where they are put as well
     void* states;
-    int64_t num_rows, size;  // T, D
-    int64_t keeps_only;      // or 0
+    const int64_t* num_rows;  // T
+    int64_t size;             // D
+    int64_t keeps_only;       // or 0
 };
 
 // A product, [T, O].
@@ -29,7 +30,7 @@ struct ProductStep {
     const Linear* linear;
     StateRows source;
     void* outputs;
-    int64_t num_rows;
+    const int64_t* num_rows;
 };
 
 // The highest value of each row of logits, [T, O]; what is null is not wanted, but for `names`: then places have none.
@@ -38,7 +39,8 @@ struct HighestStep {
     const int64_t* names;
     int64_t* ids;
     float *values, *probabilities;
-    int64_t num_rows, size;
+    const int64_t* num_rows;
+    int64_t size;
 };
 
 // The tokens of greedy drafts, the first ones done before: pass after pass the layers run over those drawn last, of as
@@ -48,11 +50,10 @@ struct DraftStep {
     const LayersStep *layers, *head;
     const ProductStep* logits;
     const HighestStep* highest;
-    const int64_t* counts;  // [K], rows by pass; behind the last nothing is drawn
-    int64_t num_passes;
+    const int64_t* counts;  // K, and rows by pass; behind the last nothing is drawn
     int64_t* token_ids;    // the sum of `counts`, by pass: where layers read what was drawn
     float* probabilities;  // as many: of these tokens; or null
-    const double* least;   // [K - 1]: how likely all tokens of the passes so far must stand for another; or null
+    const double* least;   // K - 1: how likely all tokens of the passes so far must stand for another; or null
     int64_t* num_drawn;    // of the longest
 };
 
@@ -66,26 +67,21 @@ struct Step {
 
 namespace {
 
-// Layers over some of the rows that they are told: as many, from the first one on.
+// Layers over some of the rows that they are told: as many, from the first one on. Other rows than the first ones must
+// stand in tables.
 template <typename A>
 bool run_layers(const LayersStep& step, int64_t first, int64_t num_rows, int64_t num_threads) {
-    const auto from_first = [&](StateRows rows) { return StateRows{rows.table, rows.places + first, rows.size}; };
     Source source = step.source;
     StateRows keep = step.keep;
     Pages pages = step.pages;
     Rotary rotary = step.rotary;
     if (first > 0) {
         for (StateRows* rows : {&source.states, &source.context, &keep})
-            if (rows->places) *rows = from_first(*rows);
+            if (rows->table) rows->places += first;
         pages.places.sequences += first;
         pages.places.positions += first;
-        pages.num_new_blocks = 0;
-        const int64_t turned = first * (*step.layers)->heads.head_dim;
-        if (rotary.places)
-            rotary.places += first;
-        else
-            rotary = {static_cast<const A*>(rotary.cosines) + turned, static_cast<const A*>(rotary.sines) + turned,
-                      nullptr};
+        pages.new_blocks = nullptr;  // they are cleared, and have been written to
+        rotary.places += first;
     }
     for (const StateRows& rows : {source.states, source.context, keep})
         if (!are_there(rows, num_rows)) return false;
@@ -125,14 +121,14 @@ template <typename A> bool draw_tokens(const DraftStep& step, int64_t num_thread
     int64_t first = 0;
     double reach = 1.0;
     for (int64_t place = 0;; ++place) {
-        const int64_t num_rows = step.counts[place];
+        const int64_t num_rows = step.counts[1 + place];
         std::copy_n(latest->ids, num_rows, step.token_ids + first);
         if (step.probabilities) std::copy_n(latest->probabilities, num_rows, step.probabilities + first);
         if (!run_layers<A>(*step.layers, first, num_rows, num_threads)) return false;
         *step.num_drawn = place + 1;
-        if (place + 1 == step.num_passes) return true;
+        if (place + 1 == step.counts[0]) return true;
         if (step.least && (reach *= latest->probabilities[0]) < step.least[place]) return true;
-        const int64_t num_drawing = step.counts[place + 1];
+        const int64_t num_drawing = step.counts[1 + place + 1];
         if (!run_layers<A>(*step.head, first, num_drawing, num_threads)) return false;
         if (!multiply_rows<A>(*step.logits, num_drawing, num_threads)) return false;
         find_highest<A>(*step.highest, num_drawing, num_threads);
@@ -150,17 +146,17 @@ template <typename A> bool run_steps(Step* steps, int64_t num_steps, int64_t num
         bool is_done = true;
         if (step->kind == 0) {
             const auto& layers = *static_cast<const LayersStep*>(step->what);
-            is_done = run_layers<A>(layers, 0, layers.num_rows - num_fewer, num_threads);
+            is_done = run_layers<A>(layers, 0, *layers.num_rows - num_fewer, num_threads);
         } else if (step->kind == 1) {
             const auto& product = *static_cast<const ProductStep*>(step->what);
-            is_done = multiply_rows<A>(product, product.num_rows - num_fewer, num_threads);
+            is_done = multiply_rows<A>(product, *product.num_rows - num_fewer, num_threads);
         } else if (step->kind == 2) {
             const auto& highest = *static_cast<const HighestStep*>(step->what);
-            find_highest<A>(highest, highest.num_rows - num_fewer, num_threads);
+            find_highest<A>(highest, *highest.num_rows - num_fewer, num_threads);
         } else {
             const auto& draft = *static_cast<const DraftStep*>(step->what);
             is_done = draw_tokens<A>(draft, num_threads);
-            num_fewer = is_done ? draft.num_passes - *draft.num_drawn : 0;
+            num_fewer = is_done ? draft.counts[0] - *draft.num_drawn : 0;
         }
         if (!is_done) return false;
         const Clock::time_point end = Clock::now();
