@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hispec.heads import DenseAttention, context_positions, find_kernels
+from hispec.heads import DenseAttention, context_positions
 from hispec.infer import Engine, SamplingParams
 
 from .models import build_heads, shallow
@@ -27,18 +27,15 @@ def teacher_forced(model, token_ids, last_known):
 
 @pytest.mark.parametrize("exit_layer", [0, 2])
 @pytest.mark.parametrize("strength", [0.004, 0.3], ids=["mostly accepted", "mostly rejected"])
-@pytest.mark.parametrize(
-    "at_once", [False, pytest.param(True, marks=pytest.mark.skipif(find_kernels() is None, reason="no kernels"))]
-)
-def test_a_draft_sees_what_training_showed(base, exit_layer, strength, at_once):
+def test_a_draft_sees_what_training_showed(base, exit_layer, strength):
+    """Draft by draft; `test_step_chain` compares with these what is drawn at once."""
     model = build_heads(shallow(base, exit_layer + 1), "good", (exit_layer, 4), head="block", committed_context=True)
     with torch.no_grad():
         model.heads[0].fuse.weight.add_(torch.randn_like(model.heads[0].fuse.weight) * strength)
     calls = []
-    head = model.heads[0]
-    step = head.step
 
-    def watch(context, positions, state):
+    def watch(head, arguments, state):
+        _, context, positions, _ = arguments
         if context.places is not None:  # not the prefill
             # Of the one sequence, whose window holds so many positions, each in the place of its remainder.
             window = len(context.table) // (engine.config.max_num_seqs + 1)
@@ -46,23 +43,10 @@ def test_a_draft_sees_what_training_showed(base, exit_layer, strength, at_once):
             known = [position - 1 - (position - 1 - slot) % window for position, slot in slots]
             calls.append([positions.tolist(), known, state])
 
-    def watch_step(hidden, context, positions, attend, *, keeps_only=False):
-        native = step(hidden, context, positions, attend, keeps_only=keeps_only)
-        assert native is not None
-        if not keeps_only:
-            watch(context, positions, native.output)
-        return native
-
-    if at_once:
-        head.step = watch_step
-    else:
-        hook = head.register_forward_hook(lambda _, arguments, state: watch(*arguments[1:3], state))
+    hook = model.heads[0].register_forward_hook(watch)
     engine = Engine(model, method="single-layer", num_draft_tokens=NUM_DRAFT_TOKENS, block_size=4, max_prefill_tokens=2)
     completion = engine.generate([PROMPT], SamplingParams(max_new_tokens=24, ignore_eos=True))[0]
-    if at_once:
-        del head.step
-    else:
-        hook.remove()
+    hook.remove()
     rate = engine.stats.levels["target"].acceptance_rate
     assert rate > 0.1 if strength < 0.1 else rate < 0.9
 

@@ -207,8 +207,8 @@ def mutate_drop_drawn_token(monkeypatch):
     """Wrong: a drafted token that looks unlikely is thrown away."""
     right = Hierarchy._draft
 
-    def draft(self, sequences):
-        right(self, sequences)
+    def draft(self, sequences, **options):
+        right(self, sequences, **options)
         for sequence in sequences:
             proposal = sequence.proposed[0][-1]
             if proposal.probs[proposal.token_id] < 0.25:

@@ -13,6 +13,7 @@ from hispec.heads.rotary import FIRST_LENGTH, RotaryTable
 from hispec.heads.state_rows import JoinedRows
 from hispec.infer import Engine, SamplingParams, step_chains
 from hispec.infer.attention import PagedAttention, Span
+from hispec.infer.hierarchy import Hierarchy
 from hispec.infer.kv_cache import KVCache
 from hispec.infer.model_runner import ModelRunner
 
@@ -239,22 +240,30 @@ def test_drafts_and_verifications_at_once_are_those_step_by_step(monkeypatch, me
     draft_at_once, judge_at_once = ModelRunner.draft_at_once, ModelRunner._judge_at_once
 
     def counted(into, run):
-        def watched(*arguments, **options):
+        def count(*arguments, **options):
             made = run(*arguments, **options)
             if made is not None:
                 into.append(made)
             return made
 
-        return watched
+        return count
 
+    verify_rows = Hierarchy._verify_rows
+
+    def watched(self, sequences, drafts, rows):
+        seen.append([[proposal.token_id for proposal in draft] for draft in drafts])
+        return verify_rows(self, sequences, drafts, rows)
+
+    monkeypatch.setattr(Hierarchy, "_verify_rows", watched)
     for at_once in (True, False):
+        seen: list = []
         nothing = lambda *arguments, **options: None  # noqa: E731
         monkeypatch.setattr(ModelRunner, "draft_at_once", counted(drafts, draft_at_once) if at_once else nothing)
         monkeypatch.setattr(ModelRunner, "_judge_at_once", counted(judged, judge_at_once) if at_once else nothing)
         engine = Engine(model, **{"method": method, "num_draft_tokens": 3, "num_blocks": 200} | options)
         completions = engine.generate(prompts_of(3), SamplingParams(max_new_tokens=20, ignore_eos=True, logprobs=2))
         levels = {name: vars(level) | {"seconds": 0} for name, level in engine.stats.levels.items()}
-        found.append(([completion.token_ids for completion in completions], levels, engine.stats.num_prefills))
+        found.append(([completion.token_ids for completion in completions], seen, levels, engine.stats.num_prefills))
         for completion in completions:
             assert all(level.seconds > 0 for level in completion.stats.levels.values())
     assert found[0] == found[1]
