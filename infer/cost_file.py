@@ -19,7 +19,7 @@ from ..heads import EarlyExitModel, cache_folder, find_kernels
 from .config import EngineConfig
 from .cost_model import Costs, Overhead, Table
 
-FORMAT_VERSION = 6
+FORMAT_VERSION = 7
 NEUTRAL_OPTIONS = frozenset({"max_num_seqs", "num_blocks", "max_prefill_tokens", "plan", "replan"})
 """Options of an engine that do not change what a round takes."""
 
