@@ -92,11 +92,12 @@ class SingleLayerLengths:
     def least_chances(
         self,
         length: int,  # of the draft, at most
+        batch_size: int,
         tokens_per_second: float,
         context: float | None = None,
     ) -> list[float]:
-        """The chances at which tokens of a lone sequence are worth what they cost, from the second one on."""
-        seconds = self._seconds(1, on_context_grid(context))
+        """The chances at which tokens of the only sequence that drafts are worth what they cost, from the second on."""
+        seconds = self._seconds(batch_size, on_context_grid(context))
         return [
             tokens_per_second * (seconds.drafted[1] + after - before)
             for before, after in pairwise(seconds.verified[1 : length + 1])

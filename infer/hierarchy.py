@@ -254,8 +254,9 @@ class Hierarchy:
         seen: list[int],  # positions of each that the level had run over before this round
         *,
         is_whole: bool,  # run all levels at once
-    ) -> tuple[list[Tensor], list[Rows]]:
-        """Run the level; logits and what they say, for each sequence, at the positions from `starts` to the newest."""
+    ) -> tuple[list[Tensor | None], list[Rows]]:
+        """Run the level; for each sequence what it says at the positions from `starts` to the newest, and the logits
+        where these are wanted."""
         highest = None
         if level == self._top:
             logits, highest = self._runner.judge(sequences, starts, is_whole=is_whole, judged=self._judged)
@@ -263,17 +264,19 @@ class Hierarchy:
             self._runner.advance(level, sequences)
             logits = self._runner.score(level, sequences, starts)
         bounds = [(start, sequence.num_known) for sequence, start in zip(sequences, starts, strict=True)]
-        parts = [logits] if len(bounds) == 1 else list(logits.split([stop - start for start, stop in bounds]))
+        parts: list[Tensor | None] = [None] * len(sequences)
+        if any(sequence.params.logprobs is not None for sequence in sequences):
+            parts = list(logits.split([stop - start for start, stop in bounds]))
         vocab_ids = self._runner.parts.vocab_ids(level)
         asks_confidence = self._asks_confidence and level < self._top
         rows = self._read(
             logits, sequences, bounds, vocab_ids=vocab_ids, asks_confidence=asks_confidence, highest=highest
         )
         if level == self._top:
-            for b, sequence in enumerate(sequences):
-                if rows[b].first_failure is not None and len(parts[b]) > 1:
-                    parts[b] = self._score_one_by_one(sequence, seen[b])
-                    (rows[b],) = self._read(parts[b], [sequence], [bounds[b]])
+            for b, (sequence, (start, stop)) in enumerate(zip(sequences, bounds, strict=True)):
+                if rows[b].first_failure is not None and stop - start > 1:
+                    parts[b] = own = self._score_one_by_one(sequence, seen[b])
+                    (rows[b],) = self._read(own, [sequence], [(start, stop)])
         return parts, rows
 
     def _score_one_by_one(self, sequence: Sequence, num_valid: int) -> Tensor:  # [K + 1, V]
@@ -349,13 +352,13 @@ def _commit(
     sequence: Sequence,
     token_ids: list[int],
     origins: list[int],  # of the tokens; there may be more
-    logits: Tensor,  # [R, V], row k is what follows k of the tokens; there may be more
+    logits: Tensor | None,  # [R, V], row k is what follows k of the tokens; there may be more; None: nobody wants them
 ) -> None:
     """Commit what the target kept and chose."""
     committed = sequence.commit(token_ids)
     sequence.origins += origins[: len(committed)]
     number = sequence.params.logprobs
-    if number is None:
+    if number is None or logits is None:
         return
     logprobs = logits[: len(committed)].float().log_softmax(-1)
     chosen = logprobs.gather(-1, torch.tensor(committed, device=logits.device).unsqueeze(-1)).squeeze(-1)

@@ -39,8 +39,9 @@ class NgramIndex:
         A match that reaches into the text's end is taken to go on as it does: "a b a b" is followed by "a b a b".
         """
         self._read(token_ids)
+        newest = self._newest(token_ids, len(token_ids))
         for size in self._sizes:
-            start = self._following.get(tuple(token_ids[-size:])) if size <= len(token_ids) else None
+            start = self._following.get(newest[-size:]) if size <= len(newest) else None
             if start is not None:
                 period = len(token_ids) - start
                 ids = [token_ids[start + place % period] for place in range(count)]
@@ -55,7 +56,12 @@ class NgramIndex:
 
     def _read(self, token_ids: Items[int]) -> None:
         for stop in range(self._num_read, len(token_ids)):
+            newest = self._newest(token_ids, stop)
             for size in self._sizes:
-                if size <= stop:
-                    self._following[tuple(token_ids[stop - size : stop])] = stop
+                if size <= len(newest):
+                    self._following[newest[-size:]] = stop
         self._num_read = len(token_ids)
+
+    def _newest(self, token_ids: Items[int], stop: int) -> tuple[int, ...]:
+        """As many of the tokens before a place as are looked for."""
+        return tuple(token_ids[max(0, stop - self._sizes[0]) : stop])

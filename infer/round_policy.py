@@ -66,8 +66,8 @@ class RoundPolicy(Protocol):
         as places in `chances`."""
 
     def least_chances(self, length: int) -> list[float]:
-        """The same for a lone sequence, in drafts of so many tokens at most: the chance that a token must have to be
-        drafted, by how many are before it, but for the first, which is drafted anyway."""
+        """The same where a single sequence of them drafts, so many tokens at most: the chance that a token must have to
+        be drafted, by how many are before it, but for the first, which is drafted anyway."""
 
     def observe(self, num_tokens: int, seconds: float, *, has_copies: bool) -> None:
         """Learn how many tokens the round that was last chosen committed, how long it took, and whether any tokens were
@@ -165,8 +165,7 @@ class CostPolicy:
     def least_chances(self, length: int) -> list[float]:
         """As `RoundPolicy`."""
         assert self._lengths is not None
-        assert self._batch_size == 1
-        return self._lengths.least_chances(length, self._tokens_per_second, self._context)
+        return self._lengths.least_chances(length, self._batch_size, self._tokens_per_second, self._context)
 
     def updated_share(
         self, level: int, kept_share: float, num_drafted: int, num_accepted: int, num_plain_rounds: int

@@ -53,7 +53,7 @@ def test_each_token_is_read_once():
 
     index, text = NgramIndex(2, 4, MOST), Counted(range(1000))
     index.continuation(text, 4)
-    assert 8_000 < Counted.num_read < 10_000
+    assert 3_900 < Counted.num_read < 5_000
     Counted.num_read = 0
     text.append(5)
     index.continuation(text, 4)
