@@ -176,7 +176,7 @@ class Backbone:
         embedding = self.parts.embed_tokens
         if not self._are_lean or not is_plain_embedding(embedding):
             return self.embed(token_ids, positions)
-        return StateRows(cast(Tensor, embedding.weight), token_ids)
+        return StateRows(cast(Tensor, embedding.weight).detach(), token_ids)
 
     def run_layers(
         self,

@@ -221,7 +221,7 @@ class HighestStep(ctypes.Structure):
 
 
 class DraftStep(ctypes.Structure):
-    """Tokens of greedy drafts, but for the first."""
+    """Tokens of greedy drafts, the first ones done before."""
 
     _fields_ = (
         ("first", c_void_p),

@@ -172,11 +172,13 @@ class Kernels:
 
         `body` and what reads its rows is told of the first token's; the others' stand behind these.
         """
-        probabilities = torch.empty(len(token_ids), dtype=torch.float32) if with_probabilities else None
+        probabilities = torch.empty(len(token_ids), dtype=torch.float32, device="cpu") if with_probabilities else None
+        assert with_probabilities or not may_end
         least = (c_double * len(counts))()
+        layers, head, logits, highest = body
         drawn = Drawn(token_ids, probabilities, least, c_int64())
         what = DraftStep(
-            *(ctypes.addressof(step.what) for step in (first, *body)),
+            *(ctypes.addressof(step.what) for step in (first, layers, head, logits, highest)),
             counts.data_ptr(),
             token_ids.data_ptr(),
             pointer(probabilities),

@@ -72,7 +72,7 @@ class RotaryTable:
         version = 0 if frequencies.is_inference() else frequencies._version
         made_of = like.dtype, frequencies.data_ptr(), version, frequencies.dtype, self._embedding.attention_scaling
         if self._rows is None or self._made_of != made_of or num_positions > self._rows.cos.shape[0]:
-            length = max(FIRST_LENGTH, 1 << num_positions.bit_length())
+            length = max(FIRST_LENGTH, 1 << (num_positions - 1).bit_length())
             everywhere = torch.arange(length, device=like.device).unsqueeze(0)
             self._rows = Rotary.of(*self._embedding(like, position_ids=everywhere))
             self._made_of = made_of

@@ -158,7 +158,9 @@ class PagedAttention:
         if self._kernels is None or self._kv_cache.pools.dtype not in KERNEL_DTYPES:
             return None
         blocks = new_block_ids(self._spans, self._kv_cache.block_size)
-        return Pages(self._kv_cache.pools, self._places, torch.tensor([len(blocks), *blocks]) if blocks else None)
+        return Pages(
+            self._kv_cache.pools, self._places, torch.tensor([len(blocks), *blocks], device="cpu") if blocks else None
+        )
 
     def write(self, kv_layer: int, key: Tensor, value: Tensor) -> None:  # [T, Hkv, Dh] each
         """Keep the new tokens' keys and values."""

@@ -41,7 +41,9 @@ class FirstPasses(NamedTuple):
     def packed(self, rows: Items[AnyRows], device: torch.device) -> DraftPass:
         """Their rows; behind these there may be others."""
         for_head = rows[len(self.passes) - 1]
-        for_layers = for_head if self.are_same else None if self.for_layers is None else rows[0]
+        for_layers = for_head if self.are_same else None
+        if self.for_layers is not None:
+            for_layers = rows[0]
         return DraftPass(for_layers, for_head, rows_within(self.for_head.bounds, self.newest, device))
 
 

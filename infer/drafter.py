@@ -66,16 +66,20 @@ class Drafter:
         and maybe a single one. `judging` are the same sequences where the target is asked about these drafts and
         nothing else: what it says, if it was asked at once.
         """
-        nums_active = [sum(count > place for count in counts) for place in range(counts[0])]
         if all(sequence.params.is_greedy and sequence.logits_processor is None for sequence in sequences):
-            found = self._runner.draft_at_once(
-                sequences, counts, nums_active, least, judging=judging, with_probabilities=self._asks_confidence
-            )
+            found = self._draft_at_once(sequences, counts, least, judging)
+            if found is None and least is not None:
+                found = self._draft_at_once(sequences, [1], None, None)
             if found is not None:
                 return self._proposals(found), found.judged
-        if least is not None:
-            counts, nums_active = [1], [1]
-        return self._draft_one_by_one(sequences, counts, nums_active), None
+        return self._draft_one_by_one(sequences, counts if least is None else [1]), None
+
+    def _draft_at_once(
+        self, sequences: list[Sequence], counts: list[int], least: list[float] | None, judging: list[Sequence] | None
+    ) -> DraftsAtOnce | None:
+        return self._runner.draft_at_once(
+            sequences, counts, _nums_active(counts), least, judging=judging, with_probabilities=self._asks_confidence
+        )
 
     def _proposals(self, drafts: DraftsAtOnce) -> list[list[Proposal]]:
         confidences = drafts.confidences or [[1.0] * len(ids) for ids in drafts.token_ids]
@@ -84,10 +88,8 @@ class Drafter:
             for draft in zip(drafts.token_ids, confidences, strict=True)
         ]
 
-    def _draft_one_by_one(
-        self, sequences: list[Sequence], counts: list[int], nums_active: list[int]
-    ) -> list[list[Proposal]]:
-        lengths = [sequence.num_known for sequence in sequences]
+    def _draft_one_by_one(self, sequences: list[Sequence], counts: list[int]) -> list[list[Proposal]]:
+        lengths, nums_active = [sequence.num_known for sequence in sequences], _nums_active(counts)
         questions = self._questions(sequences, lengths, nums_active)
         plan = self._runner.plan_draft(sequences, counts, nums_active)
         readings = self._draw(plan, questions)
@@ -135,6 +137,11 @@ class Drafter:
                 _Question(reader, places if isinstance(places, slice) else places[:num_rejecting], uniforms)
             )
         return questions
+
+
+def _nums_active(counts: list[int]) -> list[int]:
+    """By token: how many sequences draw it."""
+    return [sum(count > place for count in counts) for place in range(counts[0])]
 
 
 def _to_host(parts: list[Tensor]) -> list[list]:

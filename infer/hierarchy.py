@@ -65,8 +65,8 @@ class Hierarchy:
         self._read = partial(read_logits, vocab_size=runner.model.backbone.vocab_size, one_by_one=is_exact)
         self._generator = generator
         self._top = len(runner.levels) - 1
-        self._has_copies = False  # in this round, as the next
-        self._judged: Judged | None = None
+        self._has_copies = False  # in this round
+        self._judged: Judged | None = None  # in this round, of drafts that are complete
         # Decides token by token; None where the lengths of drafts are known before.
         self._token_policy = round_policy if round_policy is not None and round_policy.by_confidence else None
         is_fixed = self._token_policy is None and all(isinstance(policy, FixedPolicy) for policy in policies)
@@ -151,7 +151,8 @@ class Hierarchy:
         return [active[place] for place in self._token_policy.going_on(chances, num_drafted)]
 
     def _draft(self, sequences: list[Sequence], *, judging: list[Sequence] | None) -> None:
-        """Draw tokens at the lowest level: all that are wanted, or one where it decides about the next."""
+        """Draw tokens at the lowest level: all that are wanted, or, where each decides about the next, one of each, and
+        of a lone sequence as many as that may be."""
         with self._timed(0, sequences):
             counts, least = [1] * len(sequences), None
             if not any(sequence.params.has_penalties for sequence in sequences):
@@ -260,6 +261,7 @@ class Hierarchy:
         highest = None
         if level == self._top:
             logits, highest = self._runner.judge(sequences, starts, is_whole=is_whole, judged=self._judged)
+            self._judged = None
         else:
             self._runner.advance(level, sequences)
             logits = self._runner.score(level, sequences, starts)

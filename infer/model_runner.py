@@ -74,7 +74,7 @@ class ModelRunner:
             parts.append(self._whole)
         self._packer = RowPacker(kv_cache, self._windows, backbone.device, is_exact=is_exact, by_varlen=by_varlen)
         may_chain = self._has_kernels and not is_exact and backbone.has_rotary_table
-        self._chains = StepChains(self._packer, kv_cache) if may_chain else None
+        self._chains = StepChains(self._packer, kv_cache, backbone.row_step) if may_chain else None
         self._run = PassRunner(self._packer, kv_cache, parts, uses_graphs=uses_graphs)
 
     def prefill(self, chunks: list[Chunk]) -> Tensor | None:  # [C, V], of C chunks that reach their sequence's end
@@ -278,17 +278,15 @@ class ModelRunner:
         do not take something of it."""
         if self._chains is None or not self.parts.head(0).may_be_native:
             return None
-        if len(self.levels) > 2 or any(sequence.num_computed[-1] != sequence.num_known - 1 for sequence in sequences):
-            judging = None
         lengths = [sequence.num_known for sequence in sequences]
         first = self._first_passes(sequences)
         passes = [*first.passes, _by_token(sequences, lengths, nums_active)]
-        if judging is not None:
-            count_of = dict(zip(sequences, counts, strict=True))
-            passes.append(Pass(judging, [(s.num_known - 1, s.num_known + count_of[s]) for s in judging]))
         name = first.for_layers is None, first.are_same, least is not None, with_probabilities
-        newest = places_within(first.for_head.bounds, first.newest)
-        recorded = self._chains(name, passes, [newest, nums_active], partial(self._record_draft, *name))
+        lists = [places_within(first.for_head.bounds, first.newest), nums_active]
+        record = partial(self._record_draft, *name)
+        rows = None if judging is None else self._judged_pass(judging, sequences, counts)
+        recorded = None if rows is None else self._chains(name, [*passes, rows], lists, record)
+        recorded = recorded or self._chains(name, passes, lists, record)
         if recorded is None:
             return None
         drawn, num_drafting, judged = recorded.output
@@ -302,16 +300,23 @@ class ModelRunner:
             self._count_head(0, sequence, length + min(count, num_drawn) - 1)
         values = None if drawn.probabilities is None else drawn.probabilities.tolist()
         said = None
-        if judged is not None and judging is not None:
+        if judged is not None and rows is not None:
             num_fewer = counts[0] - num_drawn  # of a lone sequence, or none
-            bounds = [(start, stop - num_fewer) for start, stop in passes[-1].bounds]
-            found = of_first(judged, passes[-1].num_rows - num_fewer)
-            said = Judged(judging, bounds, *found, recorded.chain.seconds(num_drafting))
+            bounds = [(start, stop - num_fewer) for start, stop in rows.bounds]
+            found = of_first(judged, rows.num_rows - num_fewer)
+            said = Judged(rows.sequences, bounds, *found, recorded.chain.seconds(num_drafting))
         return DraftsAtOnce(
             by_sequence(drawn.token_ids.tolist(), nums_active, num_drawn),
             None if values is None else by_sequence(values, nums_active, num_drawn),
             said,
         )
+
+    def _judged_pass(self, judging: list[Sequence], sequences: list[Sequence], counts: list[int]) -> Pass | None:
+        """The rows by which the target judges drafts of so many tokens; None where others would be needed."""
+        if len(self.levels) > 2 or any(sequence.num_computed[-1] != sequence.num_known - 1 for sequence in judging):
+            return None
+        count_of = dict(zip(sequences, counts, strict=True))
+        return Pass(judging, [(s.num_known - 1, s.num_known + count_of[s]) for s in judging])
 
     def _record_draft(
         self,

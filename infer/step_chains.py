@@ -8,6 +8,7 @@ to write other numbers there, as with `cuda_graph` on a GPU.
 
 from collections.abc import Callable, Hashable
 from collections.abc import Sequence as Items
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Generic, NamedTuple, TypeVar
 
@@ -22,10 +23,8 @@ from .packed_rows import NUM_COLUMNS, PackedRows, Pass, RowPacker, spans_of
 
 Output = TypeVar("Output")
 
-MAX_CHAINS = 16
-"""Chains that are kept, those used last."""
-MAX_ROWS = 32
-"""Rows of a pass of these: with more the kernels take their time, and what they write its room."""
+MAX_KEPT_ROWS = 256
+"""Rows of all passes of the chains that are kept, those used last: no more rows of logits are kept with them."""
 MIN_WIDTH = 8
 """Blocks of a table, at least: few chains serve a growing text."""
 
@@ -59,15 +58,24 @@ class Recorded(NamedTuple, Generic[Output]):
     chain: StepChain
     output: Output
     numbers: np.ndarray
+    num_rows: int
+    """That it has room for, of all passes."""
 
 
 class StepChains:
     """The chains of one runner, on a CPU."""
 
-    def __init__(self, packer: RowPacker, kv_cache: KVCache) -> None:
+    def __init__(
+        self,
+        packer: RowPacker,
+        kv_cache: KVCache,
+        row_step: int,  # see `Backbone.row_step`: where each row costs its own time, kernels choose by their number
+    ) -> None:
         self._packer = packer
         self._kv_cache = kv_cache
-        self._recorded: dict[Hashable, Recorded | None] = {}
+        self._room = partial(_room, rounds_rows=row_step > 1)
+        self._recorded: dict[Hashable, Recorded] = {}
+        self._refused: set[Hashable] = set()
 
     def __call__(
         self,
@@ -81,30 +89,28 @@ class StepChains:
         It is recorded over rows of which there may be more than the passes have, and over lists that begin with their
         length and may go on behind their end.
         """
-        rooms = [_room(each) for each in passes]
-        most = max(room.num_at_once for room in rooms)
-        if most > MAX_ATTENDED_ROWS:
-            return None
+        rooms = [self._room(each) for each in passes]
         lengths = [_rounded(len(each)) for each in lists]
+        key = name, *rooms, *lengths
+        if key in self._refused or max(room.num_at_once for room in rooms) > MAX_ATTENDED_ROWS:
+            return None
+        recorded = self._recorded.pop(key, None) or self._record(rooms, lengths, record)
+        if recorded is None:
+            self._refused.add(key)
+            return None
         numbers = [number for each, room in zip(passes, rooms, strict=True) for number in self._numbers(each, room)]
         for each, length in zip(lists, lengths, strict=True):
             numbers += [len(each), *_padded(each, length)]
-        key = name, *rooms, *lengths
-        if key in self._recorded:
-            recorded = self._recorded.pop(key)
-        else:
-            recorded = self._record(rooms, lengths, record)
-        if recorded is None or most <= MAX_ROWS:
-            self._recorded[key] = recorded
-            if len(self._recorded) > MAX_CHAINS:
-                del self._recorded[next(iter(self._recorded))]
-        if recorded is not None:
-            recorded.numbers[:] = numbers
+        recorded.numbers[:] = numbers
+        self._recorded[key] = recorded  # as the newest
+        while sum(each.num_rows for each in self._recorded.values()) > MAX_KEPT_ROWS:
+            del self._recorded[next(iter(self._recorded))]
         return recorded
 
     def forget(self) -> None:
         """To be called when the model's tensors may have changed: chains read them where they lay."""
         self._recorded.clear()
+        self._refused.clear()
 
     def _record(
         self,
@@ -118,9 +124,10 @@ class StepChains:
         rows = [self._rows(room, *(next(parts) for _ in room.sizes)) for room in rooms]
         chain = StepChain()
         try:
-            return Recorded(chain, record(chain, rows, list(parts)), numbers.numpy())
+            output = record(chain, rows, list(parts))
         except NotNative:
             return None
+        return Recorded(chain, output, numbers.numpy(), sum(room.num_at_once for room in rooms))
 
     def _numbers(self, rows: Pass, room: PassRoom) -> list[int]:
         owners = list(dict.fromkeys(rows.sequences))
@@ -151,11 +158,12 @@ class StepChains:
         return PackedRows(ids, positions, window_slots, context_slots, attend, count, room.num_at_once)
 
 
-def _room(rows: Pass) -> PassRoom:
+def _room(rows: Pass, *, rounds_rows: bool) -> PassRoom:
     num_rows = rows.num_rows
+    num_at_once = rows.num_at_once or num_rows
     return PassRoom(
-        _rounded(num_rows),
-        _rounded(rows.num_at_once or num_rows),
+        _rounded(num_rows) if rounds_rows else num_rows,
+        _rounded(num_at_once) if rounds_rows else num_at_once,
         _rounded(len(set(rows.sequences))),
         _rounded(max(MIN_WIDTH, *(len(sequence.block_table) for sequence in rows.sequences))),
     )

@@ -284,8 +284,8 @@ def test_drafts_and_verifications_at_once_are_those_step_by_step(monkeypatch, me
 def test_chains_that_are_not_kept_give_the_same(monkeypatch):
     model = build_heads(shallow(build_base("llama"), 4), "random", (0,), committed_context=True)
     texts = []
-    for number in (step_chains.MAX_CHAINS, 1):
-        monkeypatch.setattr(step_chains, "MAX_CHAINS", number)
+    for number in (step_chains.MAX_KEPT_ROWS, 12):
+        monkeypatch.setattr(step_chains, "MAX_KEPT_ROWS", number)
         engine = Engine(model, method="single-layer", num_draft_tokens=3, ngram_drafts=True, **LONE)
         texts.append(engine.generate(prompts_of(5), SamplingParams(max_new_tokens=30, ignore_eos=True)))
         assert len(engine._runner._chains._recorded) == number or 3 <= len(engine._runner._chains._recorded) < number
