@@ -1,5 +1,6 @@
 """Several steps of our own kernels in one call give what they give one by one, and what the library gives."""
 
+import itertools
 import math
 import random
 
@@ -16,6 +17,7 @@ from hispec.infer.attention import PagedAttention, Span
 from hispec.infer.hierarchy import Hierarchy
 from hispec.infer.kv_cache import KVCache
 from hispec.infer.model_runner import ModelRunner
+from hispec.infer.step_chains import StepChains
 
 from .models import build_base, build_heads, reference, shallow
 from .test_kernels import close
@@ -288,7 +290,9 @@ def test_chains_that_are_not_kept_give_the_same(monkeypatch):
         monkeypatch.setattr(step_chains, "MAX_KEPT_ROWS", number)
         engine = Engine(model, method="single-layer", num_draft_tokens=3, ngram_drafts=True, **LONE)
         texts.append(engine.generate(prompts_of(5), SamplingParams(max_new_tokens=30, ignore_eos=True)))
-        assert len(engine._runner._chains._recorded) == number or 3 <= len(engine._runner._chains._recorded) < number
+        kept = engine._runner._chains._recorded.values()
+        assert sum(chain.num_rows for chain in kept) <= number
+        assert (len(kept) > 4) == (number > 12)
     ids = [[completion.token_ids for completion in each] for each in texts]
     assert ids[0] == ids[1]
     assert len({tuple(each) for each in ids[0]}) > 1
@@ -330,8 +334,7 @@ def test_nothing_is_recorded_of_an_embedding_that_computes_something_else(method
     completions = engine.generate(prompts_of(3), SamplingParams(max_new_tokens=20, ignore_eos=True))
     hook.remove()
     assert [completion.token_ids for completion in completions] == expected
-    recorded = engine._runner._chains._recorded.items()
-    assert not any(chain for (levels, *_), chain in recorded if levels != range(1, 2))
+    assert {levels for levels, *_ in engine._runner._chains._recorded} <= {range(1, 2)}
 
 
 @needs_kernels
@@ -342,3 +345,41 @@ def test_nothing_is_recorded_of_frequencies_that_depend_on_the_text(monkeypatch)
     assert engine._runner._chains is None
     completions = engine.generate(prompts_of(3), SamplingParams(max_new_tokens=20, ignore_eos=True))
     assert [c.token_ids for c in completions] == [reference(base, prompt, 20) for prompt in prompts_of(3)]
+
+
+@needs_kernels
+def test_drafts_are_at_once_where_the_verification_is_too_large(monkeypatch):
+    model = build_heads(shallow(build_base("llama"), 4), "random", (2,), committed_context=True)
+    drafts, draft_at_once = [], ModelRunner.draft_at_once
+
+    def watched(*arguments, **options):
+        drafts.append(draft_at_once(*arguments, **options))
+        return drafts[-1]
+
+    monkeypatch.setattr(ModelRunner, "draft_at_once", watched)
+    for number in (8, 3):  # sequences, of up to 5 rows each; of such weights kernels take 16
+        drafts.clear()
+        engine = Engine(model, method="single-layer", num_draft_tokens=4, num_blocks=300, max_num_seqs=number)
+        prompts = [[5 + place, 6, 7] for place in range(16)]
+        completions = engine.generate(prompts, SamplingParams(max_new_tokens=12, ignore_eos=True))
+        assert [c.token_ids for c in completions] == [reference(model.base, prompt, 12) for prompt in prompts]
+        assert None not in drafts
+        whole = [draft for draft in drafts if [len(ids) for ids in draft.token_ids] == [4] * number]
+        assert {draft.judged is None for draft in whole} == {number == 8}
+
+
+@needs_kernels
+def test_a_chain_serves_a_text_until_its_table_is_too_narrow(monkeypatch):
+    model = build_heads(shallow(build_base("llama"), 4), "random", (2,), committed_context=True)
+    widths, record = [], StepChains._record
+
+    def counted(self, rooms, *rest):
+        widths.append({room.table_width for room in rooms})
+        return record(self, rooms, *rest)
+
+    monkeypatch.setattr(StepChains, "_record", counted)
+    engine = Engine(model, method="single-layer", num_draft_tokens=2, max_num_seqs=1, block_size=2, num_blocks=60)
+    (completion,) = engine.generate([[5, 6, 7]], SamplingParams(max_new_tokens=90, ignore_eos=True))
+    assert completion.token_ids == reference(model.base, [5, 6, 7], 90)
+    assert [width for width, _ in itertools.groupby(widths)] == [{8}, {16}, {32}, {64}]
+    assert len(widths) < 30
