@@ -12,6 +12,8 @@ PLAIN_MEMORY, GAIN_MEMORY = 0.8, 0.95
 """Weight of the past in how long plain rounds take, and in what drafts gain, after one more round."""
 FIRST_GAIN = 0.2
 """What drafts are taken to gain, in parts of a plain round, before any is seen: one noisy round says little."""
+SECOND_GAIN = 0.1
+"""The same for another text that runs alone, where drafts did not gain in those before: it may be of another kind."""
 MOST_PLAIN, MOST_GAIN = 2.0, 3.0
 """A round counts as at most so many times what was known, at first by the cost model, or so much gain: the machine may
 have been busy."""
@@ -34,6 +36,11 @@ class PayWatch:
 
     def __init__(self) -> None:
         self._by_size: dict[int, _Known] = defaultdict(_Known)
+
+    def meet_text(self) -> None:
+        """To be called when a new text comes."""
+        lone = self._by_size[1]
+        lone.gain = max(lone.gain, SECOND_GAIN)
 
     def pays(self, batch_size: int) -> bool:
         """Whether rounds with drafts have been worth their time."""

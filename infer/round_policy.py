@@ -12,7 +12,8 @@ in tokens, decides: followed along held-out greedy answers that commits 4 % more
 before each round, along sampled ones 3 %, and 6 and 4 % more than always two.
 
 *Watching*: what rounds take and bring is measured as they run (`pay_watch`). Where drafts have cost more than they
-brought at this number of sequences, none are asked for, whatever the cost model says, but for probes.
+brought at this number of sequences, none are asked for, whatever the cost model says, but for probes, and for a few
+rounds of the next text that runs alone.
 
 *Probing*: where nothing is drafted nothing is learned. After `FIRST_PROBE` rounds in which some sequence drafted
 nothing, all such sequences draft the shortest draft in one round, together, because what a pass costs hardly depends on
@@ -112,6 +113,7 @@ class CostPolicy:
     def first_shares(self) -> list[float]:
         """As `RoundPolicy`."""
         self._interval = FIRST_PROBE
+        self._watch.meet_text()
         return list(self._shares)
 
     def choose(self, kept_shares: Items[Items[float]], context: float | None = None) -> Items[Lengths]:

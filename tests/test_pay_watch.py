@@ -100,3 +100,24 @@ def test_a_plain_round_is_due_when_it_was_long_ago():
         assert PATIENCE <= num_rounds <= patience
         watch.observe(1, 1.0, 1, 1.0, has_drafts=False, has_copies=False)
         assert not watch.needs_plain(1)
+
+
+def test_a_lone_text_is_tried_even_if_drafts_did_not_pay_in_those_before():
+    policy = CostPolicy(SingleLayerLengths(TOLD, Acceptance(hops={(2, DEPTH): (SHARE,)}), 2, 4), [SHARE])
+    plain = predict(AUTOREGRESSIVE, TOLD, Acceptance(hops={}), 1).seconds_per_round
+
+    def rounds(size, number):
+        """How many of so many rounds drafted; they bring nothing."""
+        drafting = 0
+        for _ in range(number):
+            has_drafts = any(length for (length,) in policy.choose([[SHARE]] * size))
+            policy.observe(size, plain * (1.2 if has_drafts else 1.0), has_copies=False)
+            drafting += has_drafts
+        return drafting
+
+    for size, begins_again in (1, True), (4, False):
+        rounds(size, 200)
+        assert rounds(size, 60) <= 1
+        policy.first_shares()
+        assert (rounds(size, 60) > 1) == begins_again
+        assert rounds(size, 60) <= 1
