@@ -200,8 +200,7 @@ class Hierarchy:
                 if self._free_drafts is not None and level == self._top:
                     drafting = self._free_drafts.take_over(sequences)
                     self._has_copies = len(drafting) < len(sequences)
-                is_all = level == self._top and len(drafting) == len(sequences)
-                self._propose(level - 1, drafting, judging=sequences if is_all else None)
+                self._propose(level - 1, drafting, judging=sequences if level == self._top else None)
         is_plain = level == self._top and all(s.num_computed[0] == s.num_computed[-1] for s in sequences)
         for lower in range(0 if is_plain else level):
             with self._timed(lower, sequences):

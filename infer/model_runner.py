@@ -269,7 +269,7 @@ class ModelRunner:
         sequences: list[Sequence],
         counts: list[int],  # of tokens that each is to draw, at least 1; never rising
         nums_active: list[int],  # by token: how many draw it
-        least: list[float] | None,  # of a lone sequence: see `add_draft`
+        least: list[float] | None,  # of a lone sequence: see `Drawn.least`
         *,
         judging: list[Sequence] | None,  # the same ones, whose drafts the target is asked about next
         with_probabilities: bool,

@@ -20,6 +20,7 @@ from ..heads import MAX_ATTENDED_ROWS, NotNative, Places, StepChain
 from .attention import PagedAttention, new_block_ids
 from .kv_cache import KVCache
 from .packed_rows import NUM_COLUMNS, PackedRows, Pass, RowPacker, spans_of
+from .varlen_attention import power_of_two
 
 Output = TypeVar("Output")
 
@@ -90,7 +91,7 @@ class StepChains:
         length and may go on behind their end.
         """
         rooms = [self._room(each) for each in passes]
-        lengths = [_rounded(len(each)) for each in lists]
+        lengths = [power_of_two(len(each)) for each in lists]
         key = name, *rooms, *lengths
         if key in self._refused or max(room.num_at_once for room in rooms) > MAX_ATTENDED_ROWS:
             return None
@@ -162,16 +163,11 @@ def _room(rows: Pass, *, rounds_rows: bool) -> PassRoom:
     num_rows = rows.num_rows
     num_at_once = rows.num_at_once or num_rows
     return PassRoom(
-        _rounded(num_rows) if rounds_rows else num_rows,
-        _rounded(num_at_once) if rounds_rows else num_at_once,
-        _rounded(len(set(rows.sequences))),
-        _rounded(max(MIN_WIDTH, *(len(sequence.block_table) for sequence in rows.sequences))),
+        power_of_two(num_rows) if rounds_rows else num_rows,
+        power_of_two(num_at_once) if rounds_rows else num_at_once,
+        power_of_two(len(set(rows.sequences))),
+        power_of_two(max(MIN_WIDTH, *(len(sequence.block_table) for sequence in rows.sequences))),
     )
-
-
-def _rounded(number: int) -> int:
-    """To the next power of two."""
-    return 1 << (number - 1).bit_length()
 
 
 def _padded(numbers: list[int], length: int) -> list[int]:

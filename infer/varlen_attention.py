@@ -23,10 +23,10 @@ class VarlenShape(NamedTuple):
         """The next of few shapes that has room for all."""
         if self.max_queries == 1:
             # The kernel takes a short way for one query a sequence, if there are as many of these as of those.
-            num_rows = num_seqs = _power_of_two(self.num_rows)
-            return VarlenShape(num_rows, num_seqs, _power_of_two(self.num_blocks), 1)
-        num_rows = _power_of_two(self.num_rows)
-        return VarlenShape(num_rows, _power_of_two(self.num_seqs), _power_of_two(self.num_blocks), num_rows)
+            num_rows = num_seqs = power_of_two(self.num_rows)
+            return VarlenShape(num_rows, num_seqs, power_of_two(self.num_blocks), 1)
+        num_rows = power_of_two(self.num_rows)
+        return VarlenShape(num_rows, power_of_two(self.num_seqs), power_of_two(self.num_blocks), num_rows)
 
 
 class VarlenLayout(NamedTuple):
@@ -112,5 +112,6 @@ def varlen_attention(
     return output
 
 
-def _power_of_two(number: int) -> int:
+def power_of_two(number: int) -> int:
+    """The next one, or the number itself."""
     return 1 << (number - 1).bit_length()
